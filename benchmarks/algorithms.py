@@ -173,8 +173,8 @@ def table(results: list[dict[str, Any]]) -> str:
         final = [r["after"]["success"] for r in runs]
         reached = [next((e["step"] for e in r["evaluations"] if e["success"] >= 0.9), None) for r in runs]
         median = "–" if None in reached or arm in OFFLINE else f"{statistics.median(reached):g}"  # type: ignore[type-var]
-        spread = f"{statistics.fmean(final):.1%} ({min(final):.1%}–{max(final):.1%})"
-        lines.append(f"| {arm} | {spread} | {median} | {statistics.fmean(r['seconds'] for r in runs):.0f} |")
+        summary = f"{statistics.fmean(final):.1%} ({min(final):.1%}–{max(final):.1%})"
+        lines.append(f"| {arm} | {summary} | {median} | {statistics.fmean(r['seconds'] for r in runs):.0f} |")
     return "\n".join(lines) + "\n"
 
 

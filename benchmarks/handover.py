@@ -4,7 +4,7 @@
 
 The state has the model's shape in bfloat16, on the CUDA device if there is one, else on the host.
 `node`: engines on the learner's node map host memory that the learner writes.
-`lent`: an engine on the learner's device opens buckets through CUDA IPC (on a CPU: shared memory). Sender and reader
+`ipc`: an engine on the learner's device opens buckets through CUDA IPC (on a CPU: shared memory). Sender and reader
 work at the same time, so there is one number for both.
 `buckets`: engines on other nodes, without the network. The learner cuts buckets, one copy stands for the object store,
 and the engine writes them to host memory for vLLM's worker.
@@ -81,13 +81,13 @@ def by_host_memory(engine: Any) -> Send:
     return send
 
 
-def by_device(engine: Any) -> Send:
+def by_ipc(engine: Any) -> Send:
     def send(state: State) -> dict[str, float]:
         engine.send(None)
         endpoint = engine.recv()
         engine.send(DeviceWeights(endpoint, 0))
         for why in send_weights(state.items(), 0, [endpoint], BUCKET_BYTES).values():
-            raise SystemExit(f"the engine was not lent them: {why}")
+            raise SystemExit(f"the engine did not get them: {why}")
         return {}
 
     return send
@@ -146,7 +146,7 @@ def main() -> None:
     size = sum(tensor.numel() * tensor.element_size() for tensor in state.values()) / 1e9
     print(f"{options.model}, {size:.3g} GB, bfloat16, {device}")
     results: dict[str, Any] = {"model": options.model, "gigabytes": size, "device": device}
-    for name, make_send in (("lent", by_device), ("node", by_host_memory), ("buckets", by_buckets)):
+    for name, make_send in (("ipc", by_ipc), ("node", by_host_memory), ("buckets", by_buckets)):
         results[name] = measure(state, device, options.versions, make_send)
         for version, row in enumerate(results[name]):
             parts = "  ".join(f"{part} {seconds:.3f} s" for part, seconds in row.items())

@@ -7,7 +7,7 @@ Weights are random, in the model's shape. Each update changes every tensor and m
 far as engine and learner may differ. The check that the engine has the learner's bits is part of the time. A step is a
 rollout (two turns per episode: prompts of 256 tokens, replies of 64) and a plain forward and backward pass over its
 tokens; updates are also given as shares of a step. `memory` shares the state of this process (CUDA IPC). The others are
-those of a cluster: `lent` if a rank and an engine share a device (buckets through CUDA IPC), `node` if they share a
+those of a cluster: `ipc` if a rank and an engine share a device (buckets through CUDA IPC), `node` if they share a
 node, `buckets` otherwise. The first two updates of each allocate buffers, so results are medians of the rest. On CUDA
 vLLM also sleeps: its memory before, during and after, and the change of log-probabilities. Adapters need an engine
 that reserves memory for them, so they come last, on an eager engine. On a CPU everything runs in float32, CUDA IPC is
@@ -58,7 +58,7 @@ CONTEXT = TURNS * (PROMPT_TOKENS + NEW_TOKENS)
 PASS_TOKENS = 8192
 """Tokens of one forward and backward pass."""
 BUCKET_BYTES = 256 << 20
-WAYS = ("files", "memory", "lent", "node", "buckets")
+WAYS = ("files", "memory", "ipc", "node", "buckets")
 COMPARED = 8
 """Episodes whose log-probabilities are compared."""
 FACTOR, NORM_FACTOR = 1.03125, 1.5
@@ -276,12 +276,12 @@ async def updates(
         """Update as on a shared device: the rank shares its buckets, vLLM's worker copies them."""
         version = engine.version + 1
         probe, endpoint = probe_model(model), await adapter.open_endpoint()
-        lending = asyncio.create_task(
+        sending = asyncio.create_task(
             asyncio.to_thread(send_weights, whole_state(model), version, [endpoint], BUCKET_BYTES)
         )
         loading = asyncio.create_task(adapter.load(DeviceWeights(endpoint, version), version, probe))
-        if failed := await lending:
-            raise RuntimeError(f"vLLM was not lent weights: {failed}")
+        if failed := await sending:
+            raise RuntimeError(f"vLLM did not get the weights: {failed}")
         await loading
 
     def note(remark: str) -> None:

@@ -50,8 +50,8 @@ def wilson(rates: Sequence[float], episodes: int) -> tuple[float, float]:
     variance = math.fsum((r - p) ** 2 for r in rates) / (n - 1) / n
     size = max(n, math.floor(min(max(p * (1 - p) / variance, n), episodes) + 1e-9)) if variance else n
     z = 1.959963984540054
-    center, spread = p + z * z / (2 * size), z * math.sqrt(p * (1 - p) / size + z * z / (4 * size * size))
-    return (center - spread) / (1 + z * z / size), (center + spread) / (1 + z * z / size)
+    center, half_width = p + z * z / (2 * size), z * math.sqrt(p * (1 - p) / size + z * z / (4 * size * size))
+    return (center - half_width) / (1 + z * z / size), (center + half_width) / (1 + z * z / size)
 
 
 def bootstrap(values: Sequence[float]) -> tuple[Value, Value]:

@@ -21,11 +21,12 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "results" / "benchmarks"
-MARKER = re.compile(r"<!-- generated: ([\w-]+) -->")
+MARKER = re.compile(r"<!-- generated: ([\w-]+) -->(?:\n> .*)*")
+"""A marker, with the quoted lines below it that a reader of the source sees instead."""
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace every marker of a page by its generated text (called by MkDocs)."""
+    """Replace every marker of a page, and the note below it, by its generated text (called by MkDocs)."""
     return MARKER.sub(lambda match: GENERATORS[match[1]](), markdown)
 
 
@@ -287,7 +288,7 @@ def vllm_weights() -> str:
     found = measured("vllm_weights")
     names = {
         "memory": "CUDA IPC, in one process",
-        "lent": "CUDA IPC from the learner's process, as `[scale]` does if both share a GPU",
+        "ipc": "CUDA IPC from the learner's process, as `[scale]` does if both share a GPU",
         "node": "memory of the node, as `[scale]` does on one machine",
         "buckets": "buckets, as on a cluster",
         "files": "a folder",

@@ -24,10 +24,9 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from agentgym_rl.agent.engines.native import NativeEngine, engine
-from agentgym_rl.agent.engines.native.cuda import model as captured_model
-from agentgym_rl.agent.engines.native.cuda import runner
+from agentgym_rl.agent.engines.native.cuda import captured_runner, forward_passes
+from agentgym_rl.agent.engines.native.cuda.captured_runner import CapturedRunner
 from agentgym_rl.agent.engines.native.cuda.drafts import accept, draft, drafted_picks
-from agentgym_rl.agent.engines.native.cuda.runner import CapturedRunner
 from agentgym_rl.agent.engines.native.cuda.sample_kernels import Picks, RowState
 from agentgym_rl.training.device import head, head_kernels, layer_kernels
 from agentgym_rl.types import Completion, Sampling
@@ -101,7 +100,7 @@ async def qwen3() -> None:
 
 async def wide() -> None:
     """Check the path of wide models, whose matrix products come from the library."""
-    with patch.object(captured_model, "NARROW", 0):
+    with patch.object(forward_passes, "NARROW", 0):
         await two_turns(make("qwen3", num_attention_heads=2, num_key_value_heads=2, head_dim=32))
 
 
@@ -127,7 +126,7 @@ async def slept() -> None:
     plain = steps._capture
 
     def capture(run: Callable[[], None]) -> Callable[[], None]:
-        seen.append((int(steps._inputs[runner.POSITION].max()), steps._captured.num_positions))
+        seen.append((int(steps._inputs[captured_runner.POSITION].max()), steps._captured.num_positions))
         return plain(run)
 
     steps._capture = capture
@@ -261,7 +260,7 @@ async def float16() -> None:
     model = near_the_largest_float16(make("llama", num_attention_heads=2, num_key_value_heads=1, head_dim=32))
     ids = prompt(12)
     assert 9 * model.model.embed_tokens.weight[ids].abs().max().float() > 65_504
-    with patch.object(captured_model, "_logits", lambda x, weight: x.float() @ weight.float().t()):  # CUDA's has dtypes
+    with patch.object(forward_passes, "_logits", lambda x, weight: x.float() @ weight.float().t()):  # CUDA's has dtypes
         completion = await captured(model, 1, 64).generate(ids, Sampling(3, temperature=0), "a")
     with torch.no_grad():
         for token in completion.token_ids:
@@ -278,10 +277,10 @@ async def layers() -> None:
         right = F.rms_norm(x, (size,), weight, 1e-5)
         right.backward(gradient)
         actual, scales = layer_kernels.norm(x.detach(), weight.detach(), 1e-5)
-        by_x, by_weight = layer_kernels.norm_backward(gradient, x.detach(), weight.detach(), scales, residual)
+        grad_x, grad_weight = layer_kernels.norm_backward(gradient, x.detach(), weight.detach(), scales, residual)
         assert x.grad is not None
         assert weight.grad is not None
-        assert max(error(actual, right), error(by_x, x.grad + residual), error(by_weight, weight.grad)) < 1e-5
+        assert max(error(actual, right), error(grad_x, x.grad + residual), error(grad_weight, weight.grad)) < 1e-5
     assert gate_error(9, 1100, "cpu") < 1e-5
 
 
@@ -290,12 +289,12 @@ async def logits() -> None:
     torch.manual_seed(0)
     for size in (100, 5000):
         values, targets = torch.randn(9, size) * 6, torch.randint(size, (9,))
-        by_logprob, by_entropy = torch.randn(2, 9)
+        grad_logprob, grad_entropy = torch.randn(2, 9)
         right = head._statistics(values, targets, 0.7)
         for actual, wanted in zip(head_kernels.statistics(values, targets, 0.7), right, strict=True):
             torch.testing.assert_close(actual, wanted, atol=2e-5, rtol=1e-5)
-        for entropy in (None, (by_entropy, right[2])):
-            given = (values, targets, right[0], by_logprob, entropy, 0.7, torch.float32)
+        for entropy in (None, (grad_entropy, right[2])):
+            given = (values, targets, right[0], grad_logprob, entropy, 0.7, torch.float32)
             assert error(head_kernels.gradient(*given), head._gradient(*given)) < 1e-5
 
 
@@ -320,6 +319,6 @@ CHECKS = {
 if __name__ == "__main__":
     for name in sys.argv[1:] or CHECKS:
         # Guesses take four times as long to interpret.
-        with patch.object(runner, "DRAFT_ROWS", 32 if name == "guessed_replies" else 0):
+        with patch.object(captured_runner, "DRAFT_ROWS", 32 if name == "guessed_replies" else 0):
             asyncio.run(CHECKS[name]())
         print(f"{name}: good", flush=True)

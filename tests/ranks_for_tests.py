@@ -18,10 +18,10 @@ from agentgym_rl.scale.process_group import ProcessRanks, join, leave, whole_sta
 from agentgym_rl.scale.shards import save_shards
 from agentgym_rl.training.batch import estimate, gather, split_batch
 from agentgym_rl.training.critic import ValueModel
-from agentgym_rl.training.dpo import DPO, prefer
+from agentgym_rl.training.dpo import DPO, make_preferences
 from agentgym_rl.training.lora import CRITIC, adapter, add_adapter, copy_adapter
 from agentgym_rl.training.microbatch import micro_batches
-from agentgym_rl.training.ranks import ALONE, Ranks
+from agentgym_rl.training.ranks import SINGLE_PROCESS, Ranks
 from agentgym_rl.training.rl_learner import RLLearner, by_turn
 from agentgym_rl.training.scratch import build_tokenizer
 from agentgym_rl.training.settings import (
@@ -83,9 +83,9 @@ def steps(name: str, made: RLLearner, count: int) -> list[dict[str, float]]:
         groups = varied_groups()[:1] if "fewer" in name else varied_groups()
         batch = gather(groups, settings)
         if settings.algorithm == "ppo" or settings.kl_in == "reward":
-            mine = ranks.mine([len(s.token_ids) for s in batch.samples])
-            made.assess([batch.samples[i] for i in mine])
-            exchange(batch.samples, mine, ranks)
+            local_indices = ranks.local_indices([len(s.token_ids) for s in batch.samples])
+            made.score([batch.samples[i] for i in local_indices])
+            exchange(batch.samples, local_indices, ranks)
         batch = estimate(batch, settings, made.kl_coef)
         shares, indices = split_batch(batch, ranks.size, settings.minibatches, step)
         if "bf16" in name:
@@ -97,12 +97,12 @@ def steps(name: str, made: RLLearner, count: int) -> list[dict[str, float]]:
     return found
 
 
-def exchange(samples: list[Sample], mine: list[int], ranks: Ranks) -> None:
+def exchange(samples: list[Sample], local_indices: list[int], ranks: Ranks) -> None:
     """Every rank's samples, as its learner filled them in, to every other rank."""
     if ranks.size == 1:
         return
     parts: list[Any] = [None] * ranks.size
-    torch.distributed.all_gather_object(parts, [(i, samples[i]) for i in mine])
+    torch.distributed.all_gather_object(parts, [(i, samples[i]) for i in local_indices])
     for i, sample in (pair for part in parts for pair in part):
         samples[i] = sample
 
@@ -129,7 +129,7 @@ def dpo_steps(ranks: Ranks) -> tuple[list[dict[str, float]], dict[str, torch.Ten
     for seed in range(2):
         episodes = [trajectory(10 * seed + i) for i in range(10)]
         halves = [Sample(t.token_ids, t.loss_mask, trajectory_id=t.id) for t in episodes]
-        pairs = prefer(model, list(zip(halves[::2], halves[1::2], strict=True)), 60, ranks)
+        pairs = make_preferences(model, list(zip(halves[::2], halves[1::2], strict=True)), 60, ranks)
         known = {str(i): p.chosen_reference + 10 * p.rejected_reference for i, p in enumerate(pairs)}
         trainer = DPO(model, pairs, settings, seed, ranks)
         found += [known, *(trainer.step() for _ in range(trainer.total))]
@@ -214,4 +214,4 @@ def _started(size: int, function: Any, folder: Path, timeout_s: float) -> list[A
 
 
 def alone(folder: Path) -> dict[str, Any]:
-    return everything(ALONE, folder)
+    return everything(SINGLE_PROCESS, folder)

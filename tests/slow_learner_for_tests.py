@@ -22,7 +22,7 @@ def prepared(learner: RLLearner, groups: list[Group], rl: RLSettings) -> Batch:
     """Return the batch as train_rl prepares it between playing and learning."""
     batch = gather(groups, rl)
     if rl.algorithm == "ppo" or rl.kl_in == "reward":
-        learner.assess(batch.samples)
+        learner.score(batch.samples)
     return estimate(batch, rl, learner.kl_coef)
 
 

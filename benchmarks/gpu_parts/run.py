@@ -34,14 +34,14 @@ from agentgym_rl.common.seeds import stable_seed
 from agentgym_rl.config import Config, load_config
 from agentgym_rl.run.backend import LocalBackend
 from agentgym_rl.run.collectors import collect_each, limits_of
+from agentgym_rl.run.environments_pool import EnvironmentsPool
 from agentgym_rl.run.items import all_items
-from agentgym_rl.run.model import choose_device
-from agentgym_rl.run.pool import EnvironmentsPool
+from agentgym_rl.run.load_model import choose_device
 from agentgym_rl.training.horizon import make_horizon
 from agentgym_rl.training.model import load_model
 from agentgym_rl.training.rl import Hooks, RLState, train_rl
 from agentgym_rl.training.scratch import build_tokenizer
-from agentgym_rl.training.tasks import TaskSource
+from agentgym_rl.training.task_source import TaskSource
 from agentgym_rl.types import Collect, EnvSession, Group, Limits, Message, Observation, Sampling
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "qwen"

@@ -25,13 +25,13 @@ from agentgym_rl.config import Config
 from agentgym_rl.environment.envs.textcraft.env import TextCraft
 from agentgym_rl.run.backend import LocalBackend
 from agentgym_rl.run.collectors import limits_of
+from agentgym_rl.run.environments_pool import EnvironmentsPool
 from agentgym_rl.run.items import all_items
-from agentgym_rl.run.model import choose_device
-from agentgym_rl.run.pool import EnvironmentsPool
+from agentgym_rl.run.load_model import choose_device
 from agentgym_rl.training.horizon import make_horizon
 from agentgym_rl.training.model import load_model
 from agentgym_rl.training.rl import Hooks, RLState, train_rl
-from agentgym_rl.training.tasks import TaskSource
+from agentgym_rl.training.task_source import TaskSource
 
 SUBSETS = ["depth1", "depth2"]
 SIZES = {"groups": 32, "group_size": 8, "turns": 8, "max_new_tokens": 48, "max_context": 2048}
@@ -56,7 +56,7 @@ def config_of(model: dict[str, Any], sizes: dict[str, int], device: str, **secti
     return Config.model_validate(raw)
 
 
-def teach(model: dict[str, Any], sizes: dict[str, int], device: str, folder: Path) -> Path:
+def imitate_oracle(model: dict[str, Any], sizes: dict[str, int], device: str, folder: Path) -> Path:
     """Train `model` by a short imitation of the oracle and return the folder of the model."""
     tiny = sizes is TINY_SIZES
     imitation = {"epochs": 30 if "scratch" in model else 2, "batch_size": 4 if tiny else 32}
@@ -108,11 +108,11 @@ def busy_seconds(recorded: torch.profiler.profile, rollout_s: float) -> tuple[fl
 
 
 def rl_steps(
-    taught: Path, sizes: dict[str, int], device: str, steps: int
+    model_dir: Path, sizes: dict[str, int], device: str, steps: int
 ) -> tuple[list[dict[str, Any]], dict[str, float]]:
     """Return the metrics of each step, and the split of one more, profiled step that is not among them."""
     config = config_of(
-        {"path": str(taught)},
+        {"path": str(model_dir)},
         sizes,
         device,
         rl={
@@ -134,8 +134,8 @@ def rl_steps(
         pool = EnvironmentsPool(config.environments, config.agent)
         items = await all_items(pool, config.environments)
         numbers = {env: [i for items in subsets.values() for i in items] for env, subsets in items.train.items()}
-        model, tokenizer = load_model(str(taught), device=device, dtype=choose_device(config.model)[1])
-        workers = LocalBackend(config, pool, model, tokenizer, taught)
+        model, tokenizer = load_model(str(model_dir), device=device, dtype=choose_device(config.model)[1])
+        workers = LocalBackend(config, pool, model, tokenizer, model_dir)
         state = RLState(TaskSource(numbers, 0, {"textcraft": 1.0}), {"textcraft": make_horizon(config.horizon)})
 
         async def after_step(step: int) -> None:
@@ -171,11 +171,11 @@ def main() -> None:
     sizes = TINY_SIZES if options.tiny else SIZES
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 2, "num_heads": 2}
     model = {"path": options.model_folder} if options.model_folder else {"scratch": shape}
-    taught = teach(model, sizes, options.device, options.work / "teach")
+    model_dir = imitate_oracle(model, sizes, options.device, options.work / "teach")
     summary = json.loads((options.work / "teach" / "summary.json").read_text())
-    settings = {"folder": str(taught), "instruction": INSTRUCTION, "subsets": SUBSETS, **sizes}
+    settings = {"folder": str(model_dir), "instruction": INSTRUCTION, "subsets": SUBSETS, **sizes}
     (options.work / "taught.json").write_text(json.dumps(settings))
-    metrics, split = rl_steps(taught, sizes, options.device, options.steps)
+    metrics, split = rl_steps(model_dir, sizes, options.device, options.steps)
     counted = metrics[min(2, len(metrics) - 1) :]
     episodes = sizes["groups"] * sizes["group_size"]
     step_s = statistics.median(m["time/step_s"] for m in counted)

@@ -120,7 +120,7 @@ def play(env: str | type[TextEnv], policy: Callable[[str], str], item: int = 0, 
 def load_model(path: str | Path, *, device: str = "auto", dtype: str = "float32") -> tuple[Any, Any]:
     """Return (model, tokenizer) of a folder or a hub name, or of the last checkpoint of a run."""
     from agentgym_rl.config import Config, ModelConfig
-    from agentgym_rl.run.model import load_from
+    from agentgym_rl.run.load_model import load_from
     from agentgym_rl.training.checkpoint import list_checkpoints
 
     run = Path(path)

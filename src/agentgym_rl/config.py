@@ -428,11 +428,13 @@ class Config(_Section):
                     f"environment {env.name}: {self.rl.algorithm} compares the episodes of a group, so group_size must "
                     f"be at least 2, got {env.group_size}"
                 )
-        if self.scale is not None and self.scale.layout == "colocated" and self.rl.overlap:
+        if self.scale is not None and self.scale.layout == "colocated" and self.rl.asynchronous:
             raise ValueError(
-                "scale.layout = 'colocated' takes turns on a device, rl.overlap plays while the learner works: "
-                "use layout = 'disaggregated', or overlap = 0"
+                "scale.layout = 'colocated' takes turns on a device, rl.overlap and rl.max_staleness play while the "
+                "learner works: use layout = 'disaggregated', or set both to 0"
             )
+        if self.engine.kind == "vllm" and self.rl.keep_cache:
+            raise ValueError("rl.keep_cache is for engine.kind = 'native': vLLM ends pending replies before an update")
         if self.engine.kind == "vllm" and not self.online:
             raise ValueError(f"engine.kind = 'vllm' plays for method = 'rl', this is {self.method!r}: use 'native'")
         if self.scale is not None and self.model.device.startswith("cuda:"):

@@ -118,7 +118,9 @@ class Message:
     """One per token, under the distribution it was sampled from; None if the message was not sampled. Trainable iff not
     None."""
     version: int | None = None
-    """Version of the weights that sampled it."""
+    """Version of the weights that sampled its first token."""
+    versions: list[int] = field(default_factory=list)
+    """Version of the weights that sampled each token, if they were updated during the reply; otherwise empty."""
     cut_chars: int = 0
     """Characters cut from the end of an observation that was too long; `content` ends with a line that says so."""
     tool_calls: list[ToolCall] | None = None
@@ -176,7 +178,7 @@ class Segment:
         self.loss_mask += [False] * (count - trained) + [True] * trained
         self.logprobs += [math.nan] * (count - trained) + (message.logprobs or [])[count - trained :]
         self.turn_index += [-1] * (count - trained) + [turn] * trained
-        self.versions += [message.version or 0] * trained
+        self.versions += (message.versions or [message.version or 0] * count)[count - trained :]
         self.order += range(position, position + trained)
         return position + trained
 
@@ -324,7 +326,7 @@ class Trajectory:
     @property
     def versions(self) -> list[int]:
         """Distinct weight versions that sampled it, ascending."""
-        return sorted({m.version for m in self.messages if m.version is not None})
+        return sorted({v for m in self.messages if m.version is not None for v in (m.version, *m.versions)})
 
     def to_json(self) -> str:
         """Return one line of JSON; `from_json` is its inverse."""
@@ -377,7 +379,7 @@ class Trajectory:
         )
 
 
-_RARE = ("cut_chars", "advice", "segment", "prefix", "dropped_turns", "purpose", "untrained")
+_RARE = ("versions", "cut_chars", "advice", "segment", "prefix", "dropped_turns", "purpose", "untrained")
 """Fields of a message that are written only if they are set."""
 
 
@@ -491,7 +493,9 @@ class Completion:
     (at temperature 0: of the unscaled distribution)."""
     finish: Literal["stop", "length"]
     version: int
-    """Version of the weights."""
+    """Version of the weights that sampled the first token."""
+    versions: list[int] = field(default_factory=list)
+    """Version of the weights that sampled each token, if they were updated during the reply; otherwise empty."""
 
 
 class EnvSession(Protocol):

@@ -26,7 +26,7 @@ from agentgym_rl.run.log import read_metrics, read_trajectories
 from agentgym_rl.training.preferences import find_preferences, read_preferences
 from agentgym_rl.types import Trajectory
 from agentgym_rl.viewer.discovery import RunFolder
-from agentgym_rl.viewer.preferences import store_preference
+from agentgym_rl.viewer.preference_store import store_preference
 
 PAIR = "a=small%7Cstep_000002.0&b=small%7Cstep_000002.1"
 

@@ -230,3 +230,23 @@ def test_judged_rewards_on_a_cluster_match_one_process(cluster: Any, tmp_path: P
     assert found["judged/ranking"] > 0
     for name in ("judged/ranking", "judged/length", "judged/total", "judged/failed", "loss", "grad/norm"):
         assert found[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
+
+
+@pytest.mark.long
+def test_asynchronous_groups_on_a_cluster_stop_resume_and_keep_their_bound(cluster: Any, tmp_path: Path) -> None:
+    asynchronous = (*SCALE, f"scale.address={cluster.address}", "scale.layout=disaggregated", "rl.max_staleness=2")
+    run = Command(tmp_path / "run", *asynchronous, LONG)
+    try:
+        run.until_step(4)
+        assert run.stop() == 0, run.output.read_text()
+    finally:
+        run.end()
+    step = steps_of(run.folder)[-1]
+    assert len(trainer_state(run.folder)["rl"]["queued"]) > 0
+    again = ForkedCommand(run.folder, *asynchronous, f"rl.steps={step + 3}", "--resume")
+    assert again.wait() == 0, again.output.read_text()
+    assert steps_of(run.folder) == list(range(1, step + 4))
+    ages = [row["staleness/max"] for row in comparable_metrics(run.folder) if "staleness/max" in row]
+    assert 0 < max(ages) <= 2
+    assert duplicates(run.folder) == 0
+    assert leaked() == 0

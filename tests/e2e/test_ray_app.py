@@ -30,12 +30,11 @@ from agentgym_rl.errors import ConfigError, EngineError, WorkerLost
 from agentgym_rl.run.backend_ray import RayBackend
 from agentgym_rl.run.log import read_metrics, read_trajectories
 from agentgym_rl.run.start import word_tokenizer
-from agentgym_rl.scale.plan import Plan
-from agentgym_rl.scale.publisher import LEND_VARIABLE
+from agentgym_rl.scale.resource_plan import Plan
 from agentgym_rl.scale.routing import SessionRouter
 from agentgym_rl.training.scratch import build_model
 from agentgym_rl.training.settings import ScratchSettings
-from agentgym_rl.transport.device import DeviceWeights, Endpoint, open_endpoint
+from agentgym_rl.transport.device import DEVICE_WEIGHTS_VARIABLE, DeviceWeights, Endpoint, open_endpoint
 from agentgym_rl.types import Sampling
 
 ray = pytest.importorskip("ray")
@@ -267,7 +266,7 @@ async def test_an_engine_sleeps_while_its_learner_works_and_restarts_after_its_d
 async def test_ranks_send_to_engines_on_their_device_and_a_dead_engine_is_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(LEND_VARIABLE, "always")
+    monkeypatch.setenv(DEVICE_WEIGHTS_VARIABLE, "always")
     app = await started(
         plan(), partial(DeviceAdapter, tmp_path / "once"), make_rank=partial(SendingRank, tmp_path / "deadly")
     )
@@ -415,7 +414,7 @@ async def test_a_bfloat16_run_on_shared_devices_with_workers_in_other_folders(
     """Two ranks send to two native engines. The recipe has relative paths and a token that only the driver has."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COUNTING_TOKEN", "secret")  # after Ray was started, as on a cluster
-    monkeypatch.setenv(LEND_VARIABLE, "always")
+    monkeypatch.setenv(DEVICE_WEIGHTS_VARIABLE, "always")
     write_what_a_recipe_names(tmp_path)
     seen: list[tuple[Any, ...]] = []
     close = RayBackend.close

@@ -179,3 +179,15 @@ def test_a_run_saved_by_an_earlier_version_is_resumed(tmp_path: Path) -> None:
     assert process.wait() == 0, (tmp_path / "output").read_text()
     assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [1, 2, 3, 4]
     assert read_metrics(run / "metrics.jsonl")[:2] == before
+
+
+def test_an_asynchronous_run_is_killed_and_resumed_within_its_bound(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train_process(run, "rl.max_staleness=2").kill_when(lambda: count_steps(run) >= 3)
+    finish(run, "rl.max_staleness=2", "--resume")
+    rows = comparable_metrics(run)
+    assert [row["step"] for row in rows] == list(range(1, 7))
+    assert 0 < max(row["staleness/max"] for row in rows) <= 2
+    played = comparable_trajectories(run)
+    episodes = [row["id"] for name in played if name.startswith("step") for row in played[name]]
+    assert len(set(episodes)) == len(episodes)

@@ -21,7 +21,7 @@ from cluster_for_tests import PATIENT, Command, ForkedCommand, descendants, even
 from envs_for_tests import Counting
 from runs_for_tests import counting_config, final_weights, quiet
 
-from agentgym_rl.agent.engines.vllm.guard import owned
+from agentgym_rl.agent.engines.vllm.process_cleanup import owning_processes
 from agentgym_rl.commands.train import train
 from agentgym_rl.config import Config
 from agentgym_rl.environment.pool import LocalPool
@@ -166,7 +166,7 @@ def test_the_second_ctrl_c_ends_a_run_at_once(tmp_path: Path) -> None:
 
 
 def test_processes_of_vllm_ignore_ctrl_c() -> None:
-    with owned():
+    with owning_processes():
         child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     child.send_signal(signal.SIGINT)
     child.communicate(b"\n")

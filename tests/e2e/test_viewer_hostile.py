@@ -19,9 +19,9 @@ from agentgym_rl.commands.view import ViewerEnvironments
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.run.log import RunLog
 from agentgym_rl.types import EnvSession, Message, StopReason, Task, Trajectory
-from agentgym_rl.viewer.export import exported_page
 from agentgym_rl.viewer.index import Index
 from agentgym_rl.viewer.library import Library
+from agentgym_rl.viewer.page_export import exported_page
 
 MARK = "window.top.pwned=(window.top.pwned||[]).concat(document.URL)"
 PAYLOADS = [

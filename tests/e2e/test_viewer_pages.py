@@ -28,8 +28,8 @@ from viewer_for_tests import (
 
 from agentgym_rl.run.log import RunLog
 from agentgym_rl.types import Verdict
-from agentgym_rl.viewer.export import exported_page
 from agentgym_rl.viewer.library import Library
+from agentgym_rl.viewer.page_export import exported_page
 from agentgym_rl.viewer.queries import Filter
 
 TRAINED = STEPS * GROUPS * GROUP_SIZE

@@ -13,7 +13,7 @@ from scripted_engine_for_tests import ScriptedEngine
 from tokenizers_for_tests import byte_level_bpe
 from viewer_for_tests import library_of, run, viewer_in_thread
 
-from agentgym_rl.agent.context import Context
+from agentgym_rl.agent.context_management import Context
 from agentgym_rl.agent.policy import EnginePolicy
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.rollout import rollout

@@ -41,19 +41,19 @@ def main() -> int:
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="quickstart-"))
     with two_nodes() as cluster:
-        spread = trained(folder / "cluster", *SCALE, f"scale.address={cluster.address}", *options.overrides)
+        clustered = trained(folder / "cluster", *SCALE, f"scale.address={cluster.address}", *options.overrides)
         left = leaked()
     if options.alone:
         alone = json.loads((options.alone / "summary.json").read_text())
     else:
         alone = trained(folder / "alone", *options.overrides)
-    found = {"one process": alone, "cluster": spread}
+    found = {"one process": alone, "cluster": clustered}
     for name, summary in found.items():
         before, after = summary["before"], summary["after"]
         low, high = interval(after)
         print(f"{name:12} {before['success']:.1%} -> {after['success']:.1%}  [{low:.1%}, {high:.1%}]")
     learned = all(interval(s["after"])[0] > interval(s["before"])[1] for s in found.values())
-    (a_low, a_high), (b_low, b_high) = interval(alone["after"]), interval(spread["after"])
+    (a_low, a_high), (b_low, b_high) = interval(alone["after"]), interval(clustered["after"])
     same = a_low <= b_high and b_low <= a_high
     print(f"both learned: {learned}; within noise of each other: {same}; processes left: {left}")
     return 0 if learned and same and not left else 1

@@ -386,7 +386,7 @@ async def test_identical_prompts_are_computed_once() -> None:
 
 
 async def test_a_cache_that_grows_keeps_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentgym_rl.agent.engines.native.cuda.runner.WHOLE_CACHE_SHARE", 0.0)
+    monkeypatch.setattr("agentgym_rl.agent.engines.native.cuda.captured_runner.WHOLE_CACHE_SHARE", 0.0)
     model = make_model("llama-gqa-tied")
     engine = make_engine(model, max_sessions=24)
     prompts = [prompt(40 + i, i) for i in range(24)]
@@ -404,7 +404,7 @@ async def test_a_cache_that_grows_keeps_what_it_holds(monkeypatch: pytest.Monkey
 
 
 async def test_a_cache_that_cannot_grow_leaves_the_engine_correct(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentgym_rl.agent.engines.native.cuda.runner.WHOLE_CACHE_SHARE", 0.0)
+    monkeypatch.setattr("agentgym_rl.agent.engines.native.cuda.captured_runner.WHOLE_CACHE_SHARE", 0.0)
     model = make_model("llama-gqa-tied")
     engine = make_engine(model, max_sessions=2)
     runner: Any = engine._runner
@@ -419,7 +419,7 @@ async def test_a_cache_that_cannot_grow_leaves_the_engine_correct(monkeypatch: p
 
 
 async def test_an_engine_that_slept_starts_with_a_small_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentgym_rl.agent.engines.native.cuda.runner.WHOLE_CACHE_SHARE", 0.0)
+    monkeypatch.setattr("agentgym_rl.agent.engines.native.cuda.captured_runner.WHOLE_CACHE_SHARE", 0.0)
     model = make_model("llama-gqa-tied")
     engine = make_engine(model, max_sessions=2)
     runner: Any = engine._runner

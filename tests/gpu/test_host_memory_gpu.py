@@ -109,14 +109,14 @@ def test_a_state_on_the_device_is_shared_with_another_process_unchanged() -> Non
     ours, theirs = context.Pipe()
     process = context.Process(target=borrow, args=(theirs,), daemon=True)
     process.start()
-    message, lent = host_memory.pack(state)
+    message, held = host_memory.pack(state)
     ours.send_bytes(message)
     assert ours.poll(300)
     found = ours.recv()
     process.join(60)
     assert set(found) == set(state)
     assert all(torch.equal(torch.from_numpy(found[name]), tensor.cpu().float()) for name, tensor in state.items())
-    del lent
+    del held
 
 
 def borrow(connection: Any) -> None:

@@ -97,10 +97,10 @@ def test_norm(size: int) -> None:
     expected = norm(x)
     expected.backward(gradient)
     found, scales = kernels.norm(x.detach(), norm.weight.detach(), 1e-5)
-    by_x, by_weight = kernels.norm_backward(gradient, x.detach(), norm.weight.detach(), scales, residual)
+    grad_x, grad_weight = kernels.norm_backward(gradient, x.detach(), norm.weight.detach(), scales, residual)
     assert x.grad is not None
     assert norm.weight.grad is not None
-    assert max(error(found, expected), error(by_x, x.grad + residual), error(by_weight, norm.weight.grad)) < 1e-5
+    assert max(error(found, expected), error(grad_x, x.grad + residual), error(grad_weight, norm.weight.grad)) < 1e-5
 
 
 def test_rotation_and_gate() -> None:
@@ -139,13 +139,13 @@ def test_head_statistics_and_gradient(size: int) -> None:
 
     logits = torch.randn(65, size, device="cuda") * 6
     targets = torch.randint(size, (65,), device="cuda")
-    by_logprob, by_entropy = torch.randn(2, 65, device="cuda")
+    grad_logprob, grad_entropy = torch.randn(2, 65, device="cuda")
     expected = head._statistics(logits, targets, 0.7)
     for found, right in zip(kernels.statistics(logits, targets, 0.7), expected, strict=True):
         torch.testing.assert_close(found, right, atol=2e-5, rtol=1e-5)
     lse, _, entropy = expected
-    for some in (None, (by_entropy, entropy)):
-        given = (logits, targets, lse, by_logprob, some, 0.7, torch.float32)
+    for some in (None, (grad_entropy, entropy)):
+        given = (logits, targets, lse, grad_logprob, some, 0.7, torch.float32)
         assert error(kernels.gradient(*given), head._gradient(*given)) < 1e-5
 
 

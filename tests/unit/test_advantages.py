@@ -110,13 +110,13 @@ def standard(values: list[float], divide: bool = True) -> list[float]:
     return list(centred / (numpy.std(values, ddof=1) + 1e-6) if divide else centred)
 
 
-def against_others(values: list[float], owners: list[int]) -> list[float]:
-    """Subtract from each value the mean of the other owners' values. Return 0 if alone, or if all are equal."""
+def against_others(values: list[float], episode_indices: list[int]) -> list[float]:
+    """Subtract from each value the mean of other episodes' values. Return 0 if alone, or if all are equal."""
     if max(values) - min(values) < 1e-6:
         return [0.0] * len(values)
     result = []
-    for value, owner in zip(values, owners, strict=True):
-        others = [v for v, o in zip(values, owners, strict=True) if o != owner]
+    for value, episode in zip(values, episode_indices, strict=True):
+        others = [v for v, o in zip(values, episode_indices, strict=True) if o != episode]
         result.append(value - float(numpy.mean(others)) if others else 0.0)
     return result
 
@@ -136,9 +136,9 @@ def by_hand(episodes: list[Episode], rl: RLSettings) -> list[list[float]]:
     if rl.algorithm == "reinforce++":
         return whitened([[s.return_of_token(t) for t in range(s.count)] for s in slow])
 
-    def compared(values: list[float], owners: list[int]) -> list[float]:
+    def compared(values: list[float], episode_indices: list[int]) -> list[float]:
         if rl.algorithm == "rloo":
-            return against_others(values, owners)
+            return against_others(values, episode_indices)
         return standard(values, divide=rl.normalize_std and rl.algorithm == "grpo")
 
     result: list[list[float]] = [[] for _ in episodes]

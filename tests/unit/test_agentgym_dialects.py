@@ -30,7 +30,7 @@ from agentgym_rl.environment.pool import RemotePool
 from agentgym_rl.environment.server import bind
 from agentgym_rl.environment.wire import NotSupported
 from agentgym_rl.errors import ConfigError, EnvError, EnvTimeout, EnvUnavailable
-from agentgym_rl.run.pool import EnvironmentsPool
+from agentgym_rl.run.environments_pool import EnvironmentsPool
 from agentgym_rl.types import Limits, StopReason, Task
 
 

@@ -16,8 +16,8 @@ from agentgym_rl.environment.envs.searchqa import published
 from agentgym_rl.environment.envs.searchqa.env import searchqa_from
 from agentgym_rl.environment.envs.searchqa.indexing import build_index
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.run.pool import EnvironmentsPool
-from agentgym_rl.training.conversations import of_trajectory, write_conversations
+from agentgym_rl.run.environments_pool import EnvironmentsPool
+from agentgym_rl.training.conversations import to_conversation, write_conversations
 from agentgym_rl.types import Message, Task, Trajectory
 
 
@@ -89,7 +89,7 @@ def test_ids_of_another_environment_are_refused(other: str, tmp_path: Path) -> N
 def test_episodes_converted_here_keep_this_packages_numbers(tmp_path: Path) -> None:
     episode = Trajectory("1", Task("textcraft", 12), [Message("user", "Craft."), Message("assistant", "craft")])
     path = tmp_path / "ours.json"
-    write_conversations([of_trajectory(episode)], path)
+    write_conversations([to_conversation(episode)], path)
     assert read_items(str(path), "textcraft") == [12]
 
 

@@ -48,7 +48,7 @@ MAY_IMPORT: dict[str, frozenset[str] | None] = {
 each other freely, unless they have a row of their own."""
 STANDARD_LIBRARY_ONLY = (
     *("types.py", "errors.py", "common/intervals.py"),
-    *("training/settings.py", "training/reward_settings.py", "scale/memory.py", "scale/plan.py"),
+    *("training/settings.py", "training/reward_settings.py", "scale/memory.py", "scale/resource_plan.py"),
 )
 """Settings among them, so that a config can be checked without loading torch."""
 ONLY_IN = {

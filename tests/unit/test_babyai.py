@@ -12,8 +12,8 @@ import pytest
 
 from agentgym_rl.environment.base import HasActions, HasOracle, HasRender, HasStateKey
 from agentgym_rl.environment.envs.babyai import BabyAI
+from agentgym_rl.environment.envs.babyai.field_of_view import HALF, SIZE, look
 from agentgym_rl.environment.envs.babyai.levels import LEVELS, minigrid_levels
-from agentgym_rl.environment.envs.babyai.view import HALF, SIZE, look
 from agentgym_rl.errors import EnvError
 
 NUMBERS = {name: number for number, (name, _, _) in enumerate(LEVELS)}

@@ -231,7 +231,7 @@ def test_an_episode_that_timed_out_is_trained_on_as_a_truncation() -> None:
     played.trajectories[0].stop = StopReason.TIMEOUT
     played.trajectories[0].messages.pop()  # the environment did not answer the last reply
     batch = gather([played], rl)
-    assert (batch.truncated, batch.unread) == ([True, False], [True, True])
+    assert (batch.truncated, batch.last_observation_missing) == ([True, False], [True, True])
     for sample in batch.samples:
         sample.values, sample.last_value = [0.6] * len(sample.logprobs), 99.0
     assert [e.last_value for e in estimate(batch, rl).episodes] == [0.6, 0.0]

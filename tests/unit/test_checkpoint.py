@@ -23,7 +23,7 @@ from agentgym_rl.training.checkpoint import (
     list_checkpoints,
     load_state,
     missing_from,
-    put_back,
+    restore_interrupted,
     save_checkpoint,
     save_state,
     staged,
@@ -138,7 +138,7 @@ def test_a_kill_while_a_step_is_saved_again_leaves_one_complete(
             assert moment < 5
         else:
             assert moment == 5, "there are four moments"
-    put_back(tmp_path)
+    restore_interrupted(tmp_path)
     (there,) = list_checkpoints(tmp_path)
     assert not missing_from(there)
     assert load_state(there)["mark"] == ("old" if moment < 3 else "new")

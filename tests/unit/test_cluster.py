@@ -9,7 +9,7 @@ import pytest
 
 from agentgym_rl.agent.templates import TEMPLATES
 from agentgym_rl.config import Config
-from agentgym_rl.run.backend_ray import for_workers, named_variables
+from agentgym_rl.run.backend_ray import config_for_workers, named_variables
 
 
 def recipe(**sections: Any) -> Config:
@@ -36,13 +36,13 @@ def test_paths_are_those_of_the_driver_and_its_device_is_not_asked_for(
         model={"path": "models/mine", "chat_template": "mine.jinja"},
         environments=[{"name": "keydoor", "items": {"train": "tasks.json"}}],
     )
-    theirs = for_workers(given, "cpu")
+    theirs = config_for_workers(given, "cpu")
     assert theirs.model.path == str(tmp_path / "models" / "mine")
     assert theirs.model.chat_template == "{{ messages }}"
     assert theirs.model.device == "cpu", "decided once, for all of them"
     assert theirs.environments[0].items == {}, "a host plays what it is told to"
     assert given.environments[0].items, "the driver has them still"
-    hub = for_workers(recipe(model={"path": "owner/model", "chat_template": "chatml"}), "cuda")
+    hub = config_for_workers(recipe(model={"path": "owner/model", "chat_template": "chatml"}), "cuda")
     assert (hub.model.path, hub.model.device) == ("owner/model", "cuda")
     assert hub.model.chat_template == TEMPLATES["chatml"]
 

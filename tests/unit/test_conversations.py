@@ -18,9 +18,9 @@ from agentgym_rl.training.conversations import (
     convert,
     find_files,
     is_trajectory_file,
-    of_trajectory,
     read_conversations,
     read_trajectory_files,
+    to_conversation,
     write_conversations,
 )
 from agentgym_rl.types import Message, StopReason, Task, ToolCall, Trajectory
@@ -98,7 +98,7 @@ def test_anything_but_true_is_not_trained_on(tmp_path: Path, loss: Any) -> None:
 
 @pytest.mark.parametrize("system", [True, False])
 def test_written_conversations_are_read_back_equal(tmp_path: Path, system: bool) -> None:
-    conversations = [of_trajectory(t) for t in episodes(system=system)]
+    conversations = [to_conversation(t) for t in episodes(system=system)]
     conversations[0].trained[-2] = False
     path = tmp_path / "new" / "out.json"
     assert write_conversations(conversations, path) == 3
@@ -169,7 +169,7 @@ def test_missing_files_are_refused(tmp_path: Path, pattern: str) -> None:
 
 
 def test_a_conversation_has_one_flag_per_message() -> None:
-    (first, *_) = [of_trajectory(t) for t in episodes()]
+    (first, *_) = [to_conversation(t) for t in episodes()]
     assert isinstance(first, Conversation)
     assert first.item_id == "counting_0"
     assert [m.role == "assistant" for m in first.messages] == first.trained
@@ -180,7 +180,7 @@ def test_convert_writes_successes_or_everything(tmp_path: Path) -> None:
     assert convert([str(tmp_path / "run")], tmp_path / "won.json", keep_all=False) == 2
     assert [c.item_id for c in read_conversations(tmp_path / "won.json")] == ["counting_1", "counting_3"]
     assert convert([str(path)], tmp_path / "all.json", keep_all=True) == 4
-    assert read_conversations(tmp_path / "all.json") == [of_trajectory(t) for t in episodes(4)]
+    assert read_conversations(tmp_path / "all.json") == [to_conversation(t) for t in episodes(4)]
     with pytest.raises(ConfigError, match="exists already"):
         convert([str(path)], tmp_path / "all.json", keep_all=True)
     with pytest.raises(ConfigError, match="needs files of trajectories"):
@@ -208,7 +208,7 @@ def tool_episode() -> Trajectory:
 
 
 def test_conversations_with_tools_are_written_as_openai_messages(tmp_path: Path) -> None:
-    conversations = [of_trajectory(tool_episode()), of_trajectory(episodes(1)[0])]
+    conversations = [to_conversation(tool_episode()), to_conversation(episodes(1)[0])]
     conversations[0].trained[2] = False
     path = tmp_path / "out.json"
     write_conversations(conversations, path)

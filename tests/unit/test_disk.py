@@ -94,7 +94,7 @@ def test_refused_lines_wait_and_are_written_in_order(tmp_path: Path) -> None:
 
 
 def test_the_last_episodes_wait_and_dropped_ones_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "MAX_WAITING_BYTES", 3 * LIMIT)
+    monkeypatch.setattr(disk, "MAX_PENDING_BYTES", 3 * LIMIT)
     with RunLog.create(tmp_path, {"seed": 0}) as log:
         with file_size_limit(LIMIT):
             for step in range(1, 7):

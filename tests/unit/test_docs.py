@@ -54,6 +54,15 @@ def test_every_marker_of_a_generated_part_has_a_generator() -> None:
         assert "<!--" not in hook.on_page_markdown(f"<!-- generated: {name} -->")
 
 
+def test_a_page_of_a_clone_says_how_to_build_its_generated_parts() -> None:
+    hook = load_script("docs_pages")
+    for path in DOCS.rglob("*.md"):
+        text = path.read_text(encoding="utf-8")
+        markers = list(hook.MARKER.finditer(text))
+        assert [marker[1] for marker in markers if "run `make docs`" not in marker[0]] == [], path.name
+        assert not markers or "run `make docs`" not in hook.on_page_markdown(text), path.name
+
+
 def test_the_recipe_page_has_every_key_with_its_default() -> None:
     page = load_script("docs_pages").recipe()
     for name in Config.model_fields:

@@ -17,7 +17,15 @@ from hypothesis import strategies as st
 from training_for_tests import groups, slow_logprobs, tiny_model, trajectory
 
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.training.dpo import DPO, Preference, build_pairs, dpo_loss, pair_batches, prefer, sequence_logprobs
+from agentgym_rl.training.dpo import (
+    DPO,
+    Preference,
+    build_pairs,
+    dpo_loss,
+    make_preferences,
+    pair_batches,
+    sequence_logprobs,
+)
 from agentgym_rl.training.settings import DPOSettings, OptimizerSettings
 from agentgym_rl.types import Group, Sample, StopReason, Task, Trajectory
 
@@ -33,7 +41,7 @@ def sample(seed: int) -> Sample:
 
 def preferences(seed: int, count: int) -> list[Preference]:
     """Return pairs whose reference is another model than the learner."""
-    return prefer(
+    return make_preferences(
         tiny_model(7), [(sample(100 * seed + 2 * i), sample(100 * seed + 2 * i + 1)) for i in range(count)], 64
     )
 
@@ -45,7 +53,7 @@ def gradients(model: Any, pairs: list[Preference], changed: DPOSettings = STILL)
     hook = trainer._optimizer.register_step_pre_hook(
         lambda *_: caught.extend(p.grad.clone() for p in model.parameters())
     )
-    metrics = trainer.prefer(pairs)
+    metrics = trainer.update_on(pairs)
     hook.remove()
     return metrics, caught
 
@@ -93,7 +101,7 @@ def test_an_update_is_the_mean_of_the_slow_loss(
 
 def test_a_model_that_is_its_own_reference_has_the_loss_log_two() -> None:
     model = tiny_model()
-    pairs = prefer(model, [(sample(1), sample(2)), (sample(3), sample(4))], 64)
+    pairs = make_preferences(model, [(sample(1), sample(2)), (sample(3), sample(4))], 64)
     metrics, _ = gradients(model, pairs)
     assert metrics["loss"] == pytest.approx(math.log(2), abs=1e-5)
     assert metrics["dpo/margin"] == pytest.approx(0, abs=1e-4)
@@ -117,7 +125,7 @@ def test_every_turn_counts_and_observations_get_no_gradient() -> None:
 
     trainer = DPO(model, [pair], STILL, 0)
     hook = model.model.norm.register_forward_hook(keep)
-    trainer.prefer([pair])
+    trainer.update_on([pair])
     hook.remove()
     (hidden,) = seen
     assert hidden.grad is not None
@@ -171,7 +179,7 @@ def test_the_reference_is_computed_once_and_is_right() -> None:
 
 def test_it_learns_to_prefer_the_chosen_half() -> None:
     model = tiny_model()
-    pairs = prefer(model, [(sample(2 * i), sample(2 * i + 1)) for i in range(6)], 1000)
+    pairs = make_preferences(model, [(sample(2 * i), sample(2 * i + 1)) for i in range(6)], 1000)
     chosen = DPOSettings(beta=0.5, epochs=15, batch_size=3, optimizer=OptimizerSettings(lr=3e-3), sample_groups=1)
     trainer = DPO(model, pairs, chosen, 0)
     rows = [trainer.step() for _ in range(trainer.total)]

@@ -15,7 +15,7 @@ import pytest
 import torch
 from training_for_tests import counting_player
 
-from agentgym_rl.training.dpo import DPO, prefer
+from agentgym_rl.training.dpo import DPO, make_preferences
 from agentgym_rl.training.settings import DPOSettings, OptimizerSettings
 from agentgym_rl.types import Sample
 
@@ -78,10 +78,10 @@ def test_loss_and_gradients_agree(tmp_path: Path, kind: str, normalize: bool) ->
     caught: list[torch.Tensor] = []
     still = OptimizerSettings(lr=0.0, max_grad_norm=0.0, micro_batch_tokens=120)
     settings = DPOSettings(beta=0.3, normalize_length=normalize, optimizer=still, sample_groups=1)
-    preferences = prefer(reference, pairs, 200)
+    preferences = make_preferences(reference, pairs, 200)
     trainer = DPO(model, preferences, settings, 0)
     trainer._optimizer.register_step_pre_hook(lambda *_: caught.extend(p.grad.clone() for p in model.parameters()))
-    metrics = trainer.prefer(preferences)
+    metrics = trainer.update_on(preferences)
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-4)
     for (name, parameter), mine in zip(theirs.named_parameters(), caught, strict=True):
         torch.testing.assert_close(mine, parameter.grad, rtol=1e-3, atol=1e-6, msg=name)

@@ -20,6 +20,9 @@ from agentgym_rl.commands.train import train
 from agentgym_rl.config import load_config
 from agentgym_rl.environment.base import HasActions, HasOracle, HasRender, HasStateKey
 from agentgym_rl.environment.pool import LocalPool, RemotePool
+from agentgym_rl.training.checkpoint import export
+from agentgym_rl.training.scratch import build_model, build_tokenizer
+from agentgym_rl.training.settings import ScratchSettings
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "number_guessing.py"
@@ -98,6 +101,25 @@ def test_the_page_shows_the_code_of_the_example() -> None:
     (shown,) = [block for block in blocks if "class Crossroads" in block]
     assert shown.strip() in (ROOT / "examples" / "crossroads.py").read_text()
     assert len(shown.strip().splitlines()) <= 40
+
+
+async def test_the_recipe_of_the_page_trains_a_hugging_face_model_on_an_own_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Train one small step of it, with a tiny model in place of the one from the hub."""
+    recipe = ROOT / "examples" / "crossroads_hf.toml"
+    assert recipe.read_text().partition("\n")[2].strip() in PAGE.read_text()
+    config = load_config(recipe, [])
+    assert config.model.path == "Qwen/Qwen2.5-0.5B-Instruct"
+    assert config.environments[0].name == "crossroads:Crossroads"
+    tokenizer = build_tokenizer(["You see a sign. Reply with left, right or straight. A dead end. You arrive."])
+    shape = ScratchSettings(hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2)
+    export(build_model(shape, tokenizer, 0), tokenizer, tmp_path / "model")
+    monkeypatch.chdir(ROOT / "examples")
+    small = ["rl.steps=1", "rl.groups_per_step=2", "rl.group_size=2", "eval.episodes=4", "model.dtype=float32"]
+    config = load_config(recipe, [*small, f"model.path={tmp_path / 'model'}"])
+    summary = await train(config, tmp_path / "run")
+    assert (summary["steps"], summary["after"]["episodes"]) == (1, 4)
 
 
 def test_the_commands_of_the_page_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -214,7 +214,7 @@ def test_ppo_makes_every_update_of_policy_and_critic_with_fixed_old_values(epoch
     weights = [w["head.weight"] for w, _ in valued]
     assert all(not torch.equal(a, b) for a, b in pairwise(weights))
     old = [(s.old_logprobs, s.values) for s in batch.samples]
-    learner.assess(batch.samples)  # values from before the updates are kept
+    learner.score(batch.samples)  # values from before the updates are kept
     assert [(s.old_logprobs, s.values) for s in batch.samples] == old
 
 
@@ -222,7 +222,7 @@ def test_a_step_without_an_update_reports_the_same_policy_metrics() -> None:
     rl = replace(SETTINGS, aggregate="token", zero_variance="keep")
     learner = RLLearner(tiny_model(1), rl, 1.0)
     batch = prepared(learner, ONE_BATCH, rl)
-    learner.assess(batch.samples, own=True)
+    learner.score(batch.samples, policy_only=True)
     seen, learned = policy_metrics(batch.samples), learner.learn(batch, 0)
     assert learned["mismatch/abs"] > 1e-3  # another model sampled them
     assert {"entropy/mean", "mismatch/abs", "mismatch/kl", "mismatch/turn_1"} <= set(seen)
@@ -240,13 +240,13 @@ def test_the_policy_waits_while_the_critic_warms_up() -> None:
     assert counts == [(0, 1), (0, 2), (1, 3)]
 
 
-def test_assessing_the_policy_keeps_the_values_of_the_critic() -> None:
+def test_scoring_the_policy_keeps_the_values_of_the_critic() -> None:
     rl = settings_of("ppo", critic={"warmup_steps": 1})
     learner = RLLearner(tiny_model(1), rl, 1.0)
     batch = prepared(learner, varied_groups(), rl)
     values = [list(sample.values) for sample in batch.samples]
     learner.learn(batch, 0)  # changes the critic
-    learner.assess(batch.samples, own=True)
+    learner.score(batch.samples, policy_only=True)
     assert [sample.values for sample in batch.samples] == values
     assert all(len(sample.old_logprobs) == len(sample.logprobs) for sample in batch.samples)
 

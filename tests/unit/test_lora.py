@@ -22,7 +22,7 @@ from agentgym_rl.errors import ConfigError, EngineError
 from agentgym_rl.training import lora
 from agentgym_rl.training.batch import estimate, gather
 from agentgym_rl.training.critic import ValueModel
-from agentgym_rl.training.lookup import require_folder
+from agentgym_rl.training.locate_model import require_folder
 from agentgym_rl.training.rl_learner import RLLearner
 from agentgym_rl.training.settings import LoraSettings, OptimizerSettings, RLSettings
 from agentgym_rl.types import Sampling
@@ -43,7 +43,7 @@ def learn(learner: RLLearner, rl: RLSettings = RL, steps: int = 2) -> dict[str, 
     for step in range(steps):
         batch = gather(GROUPS, rl)
         if rl.algorithm == "ppo":
-            learner.assess(batch.samples)
+            learner.score(batch.samples)
         metrics = learner.learn(estimate(batch, rl), step)
     return metrics
 
@@ -80,7 +80,7 @@ def test_the_reference_is_the_model_without_its_adapter() -> None:
     learner = RLLearner(model, RL, 1.0, without_adapter)
     assert learn(learner, steps=3)["kl/reference"] > 0
     batch = gather(GROUPS, RL)
-    learner.assess(batch.samples)
+    learner.score(batch.samples)
     sample = batch.samples[0]
     exact = [p.item() for p in slow_logprobs(plain, sample.token_ids)]
     places = [i for i, trained in enumerate(sample.loss_mask) if trained]

@@ -30,7 +30,7 @@ from agentgym_rl.scale.memory import (
     table,
     warm_start_memory,
 )
-from agentgym_rl.scale.plan import Plan
+from agentgym_rl.scale.resource_plan import Plan
 from agentgym_rl.training.device.head import CHUNK_NUMBERS
 
 SHAPES = {
@@ -240,12 +240,12 @@ def test_hosts_load_the_model_for_every_rank_and_copy_it_for_every_remote_vllm()
     vllm = on_each_host(replace(apart, engine="vllm"), 8)
     assert vllm["host of engines, running"].total == 2 * 2 * count + 8 * 2 * count
     machine = on_each_host(replace(apart, engine="vllm"), 40)
-    assert machine["host, running"].total == 3 * 2 * count, "on one node workers map what the learner lends"
+    assert machine["host, running"].total == 3 * 2 * count, "on one node workers map what the learner shares"
     pairs = replace(apart, learners=8, colocated=True)
     assert on_each_host(pairs, 4)["host, loading"].total == 4 * (4 + 2 + 2) * count
     sleeping = on_each_host(replace(pairs, engine="vllm"), 8)["host, running"]
     assert sleeping.parts["8 sleeping vLLMs"] == 8 * 2 * count
-    assert sleeping.total == (3 + 8) * 2 * count, "pairs on one node: workers map what the learner lends"
+    assert sleeping.total == (3 + 8) * 2 * count, "pairs on one node: workers map what the learner shares"
     two_nodes = on_each_host(replace(pairs, engine="vllm"), 4)["host, running"]
     assert two_nodes.total == (3 + 4 + 4) * 2 * count
     assert on_each_host(pairs, 8)["host, running"].total == 3 * 2 * count
@@ -261,7 +261,7 @@ def test_the_sizes_are_those_of_the_code() -> None:
 
 def test_a_pair_on_one_device_cannot_work_at_the_same_time() -> None:
     recipe = {"model": {"path": "anywhere"}, "environments": [{"name": "keydoor"}]}
-    with pytest.raises(ValueError, match=r"takes turns on a device, rl\.overlap plays while the learner works"):
+    with pytest.raises(ValueError, match=r"takes turns on a device, rl\.overlap and rl\.max_staleness play"):
         Config.model_validate(recipe | {"scale": {"layout": "colocated"}, "rl": {"overlap": 1}})
     Config.model_validate(recipe | {"scale": {"layout": "colocated"}})
 
@@ -386,9 +386,11 @@ def test_placement_puts_pairs_into_one_bundle_and_learners_together() -> None:
     assert wide.placement()[1][0]["engine"] == [{"CPU": 1.0, "GPU": 4.0}] * 3, "of one node each: a bundle is"
     assert "need 14 GPUs; there are 13" in (wide.shortage({"GPU": 13, "CPU": 99}) or "")
     undecided = replace(pairs, device="auto", address="auto")
-    assert undecided.decided({"GPU": 16.0, "CPU": 99.0}) == replace(pairs, address="auto"), "whatever the driver has"
-    assert undecided.decided({"CPU": 99.0}).device == "cpu"
-    assert pairs.decided({"CPU": 99.0}) is pairs
+    assert undecided.resolved_for({"GPU": 16.0, "CPU": 99.0}) == replace(pairs, address="auto"), (
+        "whatever the driver has"
+    )
+    assert undecided.resolved_for({"CPU": 99.0}).device == "cpu"
+    assert pairs.resolved_for({"CPU": 99.0}) is pairs
 
 
 def test_a_missing_cluster_is_reported_in_one_line() -> None:

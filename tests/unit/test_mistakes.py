@@ -36,7 +36,7 @@ from agentgym_rl.training.microbatch import micro_batches
 from agentgym_rl.training.rl import Hooks, RLState, train_rl
 from agentgym_rl.training.rl_learner import RLLearner
 from agentgym_rl.training.settings import Algorithm, CriticSettings, HorizonSettings, OptimizerSettings, RLSettings
-from agentgym_rl.training.tasks import TaskSource
+from agentgym_rl.training.task_source import TaskSource
 from agentgym_rl.types import Group, Limits, Message, Sampling, StopReason, Task, Trajectory
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +52,7 @@ def batch_of(
 ) -> Batch:
     rl = replace(SETTINGS, algorithm=algorithm, zero_variance="drop" if drop else "keep", aggregate=aggregate)
     batch = gather(groups, rl)
-    RLLearner(tiny_model(), rl, 1.0).assess(batch.samples)
+    RLLearner(tiny_model(), rl, 1.0).score(batch.samples)
     return estimate(batch, rl)
 
 
@@ -172,7 +172,7 @@ async def test_mistake_06_a_resumed_schedule_skips_no_step() -> None:
         class Learner:
             kl_coef = 0.0
 
-            def assess(self, samples: Any, *, own: bool = False) -> None: ...
+            def score(self, samples: Any, *, policy_only: bool = False) -> None: ...
             def learn(self, batch: Any, seed: int) -> dict[str, float]:
                 return {"mismatch/abs": 0.0}
 

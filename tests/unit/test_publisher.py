@@ -10,10 +10,16 @@ import pytest
 
 from agentgym_rl.errors import ConfigError, EngineError, WorkerLost
 from agentgym_rl.scale import publisher
-from agentgym_rl.scale.plan import Plan
-from agentgym_rl.scale.publisher import LEND_VARIABLE, EngineLost, Publisher, match_engines, shares_device_memory
+from agentgym_rl.scale.publisher import (
+    OLD_DEVICE_WEIGHTS_VARIABLE,
+    EngineLost,
+    Publisher,
+    match_engines,
+    shares_device_memory,
+)
+from agentgym_rl.scale.resource_plan import Plan
 from agentgym_rl.scale.shared_state import Published
-from agentgym_rl.transport.device import DeviceWeights, Endpoint
+from agentgym_rl.transport.device import DEVICE_WEIGHTS_VARIABLE, DeviceWeights, Endpoint
 
 
 def plan(**changes: Any) -> Plan:
@@ -41,13 +47,15 @@ def endpoint(device: str) -> Endpoint:
 def test_ranks_send_on_the_device_if_they_share_it(
     setting: str, changes: dict[str, Any], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(LEND_VARIABLE, setting)
-    assert shares_device_memory(plan(**changes)) is expected
+    for variable in (OLD_DEVICE_WEIGHTS_VARIABLE, DEVICE_WEIGHTS_VARIABLE):
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, setting)
+            assert shares_device_memory(plan(**changes)) is expected, variable
 
 
 def test_another_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(LEND_VARIABLE, "sometimes")
-    with pytest.raises(ConfigError, match="AGENTGYM_RL_LEND must be never, always or unset, got 'sometimes'"):
+    monkeypatch.setenv(DEVICE_WEIGHTS_VARIABLE, "sometimes")
+    with pytest.raises(ConfigError, match="AGENTGYM_RL_DEVICE_WEIGHTS must be never, always or unset, got 'sometimes'"):
         shares_device_memory(plan())
 
 
@@ -112,7 +120,7 @@ class Processes:
 
 @pytest.fixture(autouse=True)
 def usual(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(LEND_VARIABLE, raising=False)
+    monkeypatch.delenv(DEVICE_WEIGHTS_VARIABLE, raising=False)
     monkeypatch.setattr(publisher, "REPORT_TIMEOUT_S", 0.1)
 
 

@@ -20,7 +20,7 @@ from agentgym_rl.run.backend_ray import Rank, RayBackend
 from agentgym_rl.scale.process_group import whole_state
 from agentgym_rl.scale.shards import like_learner, load_shards, require_written, save_shards
 from agentgym_rl.training.batch import Batch, shuffled_parts, split_batch
-from agentgym_rl.training.ranks import ALONE, Ranks, balanced
+from agentgym_rl.training.ranks import SINGLE_PROCESS, Ranks, balanced_shares
 from agentgym_rl.training.scratch import build_tokenizer
 from agentgym_rl.training.settings import OptimizerSettings, SFTSettings
 from agentgym_rl.types import Sample
@@ -119,7 +119,7 @@ def test_the_compared_updates_are_not_trivial(expected: Any) -> None:
 
 def resume(ranks: Ranks, folder: Path, source: Path) -> Any:
     """A ppo learner from what other ranks wrote, and its third step."""
-    made = learner("ppo", ALONE if ranks.size == 1 else ranks)
+    made = learner("ppo", SINGLE_PROCESS if ranks.size == 1 else ranks)
     load_weights(made.model, torch.load(source / "policy.pt", weights_only=True))
     assert made.critic is not None
     optimizers = {"optimizer": made._parameters, "critic.optimizer": made.critic._parameters}
@@ -145,7 +145,9 @@ def test_a_sharded_checkpoint_loads_at_another_world_size(
 ) -> None:
     _, source = request.getfixturevalue(writers)
     found = (
-        resume(ALONE, tmp_path, source) if readers == 1 else on_ranks(readers, partial(resume, source=source), tmp_path)
+        resume(SINGLE_PROCESS, tmp_path, source)
+        if readers == 1
+        else on_ranks(readers, partial(resume, source=source), tmp_path)
     )
     assert_same(found, expected["ppo, another step"])
 
@@ -201,9 +203,9 @@ def published_names(ranks: Ranks, folder: Path) -> list[str]:
         }
     )
     made = Rank(config, ranks.rank, ranks.size)
-    made.untrained(str(folder / "start"))
+    made.make_untrained_model(str(folder / "start"))
     lesson = Sample([1, 2, 3, 4], [False, True, True, True])
-    assert made.teach([lesson], SFTSettings(optimizer=OptimizerSettings(lr=0.1)), 0) == 1
+    assert made.make_trainer([lesson], SFTSettings(optimizer=OptimizerSettings(lr=0.1)), 0) == 1
     assert made.step()["grad/norm"] > 0
     made.export(str(folder / "start"))
     made.load(str(folder / "start"), str(folder / "start"))
@@ -232,18 +234,18 @@ def resumed_in_bf16(ranks: Ranks, folder: Path) -> dict[str, dict[str, float]]:
         sections = {"environments": [{"name": "keydoor"}], "scale": {"learners": ranks.size}}
         config = Config.model_validate({"model": model, **sections})
         made, again = (Rank(config, ranks.rank, ranks.size) for _ in range(2))
-        made.untrained(str(folder / "model"))
-        made.teach(lessons, settings, 0)
+        made.make_untrained_model(str(folder / "model"))
+        made.make_trainer(lessons, settings, 0)
         for _ in range(3):
             made.step()
         if case == "rounds":
-            made.forget_trainer()
+            made.release_trainer()
         (folder / case).mkdir()
         made.save(str(folder / case))
         require_written(folder / case, shards=case != "rounds")
         again.load(str(folder / case / "model"))
         if case != "rounds":
-            again.teach(lessons, settings, 0)
+            again.make_trainer(lessons, settings, 0)
             assert again.restore(str(folder / case), None) == (3, 0.0)
         loaded = dict(whole_state(again._model))
         found[case] = {name: float((t - loaded[name]).abs().max()) for name, t in whole_state(made._model)}
@@ -264,10 +266,10 @@ def test_processes_are_forked_with_everything_imported() -> None:
 
 
 def test_shares_are_balanced_and_each_sample_is_in_exactly_one() -> None:
-    shares = balanced([9, 1, 1, 1, 5, 4], 2)
+    shares = balanced_shares([9, 1, 1, 1, 5, 4], 2)
     assert sorted(i for share in shares for i in share) == [0, 1, 2, 3, 4, 5]
     assert [sum([9, 1, 1, 1, 5, 4][i] for i in share) for share in shares] in ([11, 10], [10, 11])
-    assert balanced([3], 3) == [[0], [], []]
+    assert balanced_shares([3], 3) == [[0], [], []]
 
 
 def test_a_batch_is_split_within_each_mini_batch() -> None:

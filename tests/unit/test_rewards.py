@@ -17,7 +17,7 @@ from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.config import Config
 from agentgym_rl.errors import ConfigError, EngineError
 from agentgym_rl.rewards.judge import Judge, LocalChat, make_chat_client
-from agentgym_rl.rewards.questions import read_numbers, read_ranking, transcript
+from agentgym_rl.rewards.judge_questions import read_numbers, read_ranking, transcript
 from agentgym_rl.rewards.rewards import Rewards
 from agentgym_rl.training.batch import equal_rewards, gather
 from agentgym_rl.training.metrics import episode_metrics

@@ -28,7 +28,7 @@ from agentgym_rl.training.model import action_logprobs
 from agentgym_rl.training.rl import Hooks, RLState, expected_steps, train_rl
 from agentgym_rl.training.rl_learner import RLLearner
 from agentgym_rl.training.settings import HorizonSettings, OptimizerSettings, RLSettings
-from agentgym_rl.training.tasks import TaskSource
+from agentgym_rl.training.task_source import TaskSource
 from agentgym_rl.types import Group, Limits, Sample, Sampling, StopReason, Task, Trajectory
 
 SETTINGS = RLSettings(steps=7, groups_per_step=4, group_size=2, kl_coef=0.0)
@@ -80,9 +80,9 @@ class Bench:
             groups.append(Group(task, members))
         return groups
 
-    def assess(self, samples: list[Sample], *, own: bool = False) -> None:
-        self.calls.append(("assess", len(samples)))
-        for sample in samples if own else ():
+    def score(self, samples: list[Sample], *, policy_only: bool = False) -> None:
+        self.calls.append(("score", len(samples)))
+        for sample in samples if policy_only else ():
             sample.old_logprobs = [logprob - 0.25 for logprob in sample.logprobs]
             sample.entropies = [0.5] * len(sample.logprobs)
 
@@ -186,7 +186,7 @@ async def test_no_variance_anywhere_means_no_update_and_no_new_version() -> None
     assert [c[0] for c in bench.calls if c[0] in ("learn", "publish")] == []
     (row,) = bench.rows
     assert (row["groups/zero_variance"], row["samples"], row["success/mean"]) == (1.0, 0.0, 1.0)
-    assert row["mismatch/abs"] == pytest.approx(0.25)  # assessed for metrics only
+    assert row["mismatch/abs"] == pytest.approx(0.25)  # scored for metrics only
     assert row["mismatch/turn_1"] == pytest.approx(0.25)
     assert (row["entropy/mean"], row["mismatch/kl"]) == pytest.approx((0.5, math.exp(-0.25) - 0.75))
 
@@ -319,10 +319,10 @@ async def test_dynamic_sampling_ends_after_its_rounds() -> None:
     assert bench.of("learn") == []
 
 
-async def test_samples_are_assessed_before_advantages_are_estimated() -> None:
+async def test_samples_are_scored_before_advantages_are_estimated() -> None:
     class Valuing(Bench):
-        def assess(self, samples: list[Sample], *, own: bool = False) -> None:
-            super().assess(samples, own=own)
+        def score(self, samples: list[Sample], *, policy_only: bool = False) -> None:
+            super().score(samples, policy_only=policy_only)
             for sample in samples:
                 sample.values = [0.25] * len(sample.logprobs)
                 sample.old_logprobs = sample.reference_logprobs = [-1.0] * len(sample.logprobs)
@@ -331,10 +331,10 @@ async def test_samples_are_assessed_before_advantages_are_estimated() -> None:
         bench = Valuing()
         await bench.run(replace(SETTINGS, steps=1, **chosen))  # type: ignore[arg-type]
         names = [call[0] for call in bench.calls]
-        assert names.index("assess") < names.index("learn")
+        assert names.index("score") < names.index("learn")
     plain = Valuing()
     await plain.run(replace(SETTINGS, steps=1))
-    assert plain.of("assess") == []
+    assert plain.of("score") == []
 
 
 class RealCollector:

@@ -18,7 +18,7 @@ from agentgym_rl.environment.envs.searchqa.env import DATA_VARIABLE, INDEX_VARIA
 from agentgym_rl.environment.envs.searchqa.indexing import open_retriever, titles_by_id
 from agentgym_rl.environment.envs.searchqa.recall import measure, with_gold
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.run.pool import EnvironmentsPool
+from agentgym_rl.run.environments_pool import EnvironmentsPool
 from agentgym_rl.run.preflight import require_environments
 from agentgym_rl.types import Step
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from training_for_tests import Catching, group, tiny_model, varied_groups
 
-from agentgym_rl.agent.segments import path
+from agentgym_rl.agent.segments import segment_tokens
 from agentgym_rl.training.batch import Batch, estimate, gather, sample_parts, split_batch, to_samples
 from agentgym_rl.training.metrics import episode_metrics
 from agentgym_rl.training.settings import OptimizerSettings, RLSettings
@@ -27,7 +27,7 @@ def split(trajectory: Trajectory) -> Trajectory:
     for message in trajectory.messages:
         started = bool(messages) and messages[-1].role == "assistant" and bool(message.token_ids)
         last = messages[-1].segment if messages else 0
-        prefix = (last, len(path(messages, last))) if started else None
+        prefix = (last, len(segment_tokens(messages, last))) if started else None
         messages.append(replace(message, segment=last + started, prefix=prefix))
     return replace(trajectory, messages=messages)
 
@@ -72,16 +72,17 @@ def test_advantages_and_weights_are_those_of_the_linear_episode(name: str) -> No
     for batch in (linear, branched):
         fill(batch)
     if settings.algorithm == "ppo":
-        branched.unread = linear.unread = [True] * len(linear.episodes)  # the tails differ: they are segments here
+        missing = [True] * len(linear.episodes)  # the tails differ: they are segments here
+        branched.last_observation_missing = linear.last_observation_missing = missing
     linear, branched = (estimate(b, settings, settings.kl_coef) for b in (linear, branched))
     assert [e.lengths for e in linear.episodes] == [e.lengths for e in branched.episodes]
-    for owner, sample in enumerate(linear.samples):
-        own = [i for i, o in enumerate(branched.owners) if o == owner]
+    for episode, sample in enumerate(linear.samples):
+        own = [i for i, o in enumerate(branched.episode_of_sample) if o == episode]
         parts = [branched.samples[i] for i in own]
         assert in_order(parts, "advantages") == pytest.approx(sample.advantages)
         assert in_order(parts, "returns") == pytest.approx(sample.returns)
         assert in_order(parts, "logprobs") == sample.logprobs
-        assert [branched.weights[i] for i in own] == pytest.approx([linear.weights[owner]] * len(own))
+        assert [branched.weights[i] for i in own] == pytest.approx([linear.weights[episode]] * len(own))
         assert sum(sum(p.loss_mask) for p in parts) == sum(sample.loss_mask)
 
 
@@ -105,22 +106,22 @@ def test_updates_and_ranks_get_every_segment_once() -> None:
     batch = estimate(gather(split_groups(varied_groups()), settings), settings)
     parts = sample_parts(batch, 3, 5)
     assert sorted(i for part in parts for i in part) == list(range(len(batch.samples)))
-    owners = [{batch.owners[i] for i in part} for part in parts]
-    assert not owners[0] & owners[1]
-    assert not owners[1] & owners[2]
+    episodes = [{batch.episode_of_sample[i] for i in part} for part in parts]
+    assert not episodes[0] & episodes[1]
+    assert not episodes[1] & episodes[2]
     _, indices = split_batch(batch, 2, 3, 5)
     assert sorted(i for share in indices for i in share) == list(range(len(batch.samples)))
 
 
-def test_a_segment_without_a_reply_is_no_sample_and_its_state_is_unread() -> None:
+def test_a_segment_without_a_reply_is_no_sample_and_its_state_is_missing() -> None:
     settings = RLSettings(algorithm="ppo", credit="turns")
     [linear] = group(1, [1.0]).trajectories
     linear.messages[-1].token_ids = [1, 2, 3]
     branched = split(linear)
     assert branched.num_segments == 1 + linear.num_turns
     assert len(to_samples(branched, keep_tail=True)) == linear.num_turns
-    unread = [gather([Group(linear.task, [t])], settings).unread for t in (linear, branched)]
-    assert unread == [[False], [True]]
+    missing = [gather([Group(linear.task, [t])], settings).last_observation_missing for t in (linear, branched)]
+    assert missing == [[False], [True]]
 
 
 def test_metrics_count_segments_only_if_there_are_several() -> None:

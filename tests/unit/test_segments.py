@@ -18,12 +18,12 @@ from scripted_engine_for_tests import ScriptedEngine
 from tokenizers_for_tests import byte_level_bpe, thinking_tokenizer
 from training_for_tests import few
 
-from agentgym_rl.agent.context import ASK, FULL, LEFT_OUT, SUMMARISED, Context, view
+from agentgym_rl.agent.context_management import ASK, FULL, LEFT_OUT, SUMMARISED, Context, view
 from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.agent.policy import EnginePolicy
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.rollout import rollout
-from agentgym_rl.agent.segments import Call, path, place, stitch
+from agentgym_rl.agent.segments import Call, match_segment, segment_tokens, stitch
 from agentgym_rl.agent.styles import STYLES
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.environment.tools import Tool
@@ -279,7 +279,7 @@ async def test_a_summary_replaces_the_conversation() -> None:
     first = trajectory.messages[at]
     turns = trajectory.turns
     assert turns[at - 1] == turns[at] == first.dropped_turns  # its credit is that of the next reply
-    seen = renderer.tokenizer.decode(path(trajectory.messages, first.segment))
+    seen = renderer.tokenizer.decode(segment_tokens(trajectory.messages, first.segment))
     summary = trajectory.messages[at - 1].content
     assert f"{trajectory.messages[1].content}\n\n{SUMMARISED}\n{summary}\n\n{first.content}" in seen
     assert "Your context is nearly full" not in seen
@@ -392,18 +392,18 @@ def test_stitched_segments_hold_every_call_exactly(data: st.DataObject) -> None:
     segments = trajectory.segments
     require_exact(trajectory, [(c.prompt_ids, Completion(c.token_ids, c.logprobs, "stop", 0)) for c in calls])
     for k, segment in enumerate(segments):
-        assert path(messages, k) == segment.token_ids
+        assert segment_tokens(messages, k) == segment.token_ids
     for a in range(len(segments)):
         for b in range(a + 1, len(segments)):  # a segment that continued another would have been merged
             first = next(m for m in messages if m.segment == b)
-            whole = path(messages[: messages.index(first)], a)
+            whole = segment_tokens(messages[: messages.index(first)], a)
             prompt = [*segments[first.prefix[0]].token_ids[: first.prefix[1]], *first.token_ids]  # type: ignore[index]
             assert prompt[: len(whole)] != whole
 
 
 def test_place_prefers_the_longest_match() -> None:
-    assert place({0: [1, 2], 1: [1, 2, 3]}, [1, 2, 3, 4], 2).segment == 1
-    assert place({}, [1], 0).added_ids == [1]
+    assert match_segment({0: [1, 2], 1: [1, 2, 3]}, [1, 2, 3, 4], 2).segment == 1
+    assert match_segment({}, [1], 0).added_ids == [1]
 
 
 def test_trajectories_of_earlier_versions_load() -> None:

@@ -12,7 +12,7 @@ from runs_for_tests import context_of, counting_config
 from agentgym_rl.config import Config
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.run.items import all_items
-from agentgym_rl.run.start import prepare, starting_model, untrained, word_tokenizer
+from agentgym_rl.run.start import make_untrained_model, prepare, starting_model, word_tokenizer
 from agentgym_rl.types import Message, Step
 
 
@@ -26,7 +26,7 @@ def test_a_bf16_model_from_scratch_keeps_its_rotary_frequencies() -> None:
             "warm_start": {"policy": "random"},
         }
         conversation = [Message("user", "the door is shut"), Message("assistant", "open the door")]
-        models[dtype] = untrained(Config.model_validate(raw).model, 0, word_tokenizer([conversation]))
+        models[dtype] = make_untrained_model(Config.model_validate(raw).model, 0, word_tokenizer([conversation]))
     whole, half = models["float32"], models["bfloat16"]
     assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
     assert torch.equal(half.model.rotary_emb.inv_freq, whole.model.rotary_emb.inv_freq)
@@ -42,7 +42,7 @@ async def test_a_warm_start_leaves_the_model_ready_to_play(tmp_path: Path) -> No
         model, tokenizer = await starting_model(context)
     await pool.close()
     assert not model.training
-    before = dict(untrained(config.model, config.seed, tokenizer).named_parameters())
+    before = dict(make_untrained_model(config.model, config.seed, tokenizer).named_parameters())
     assert all(not torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
 
 

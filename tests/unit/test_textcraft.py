@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentgym_rl.environment.base import HasActions, HasOracle, HasRender, HasStateKey, HasThought
-from agentgym_rl.environment.envs.textcraft import TextCraft, items
+from agentgym_rl.environment.envs.textcraft import TextCraft, problems
 from agentgym_rl.environment.envs.textcraft.planner import best_plan, fill, next_action
-from agentgym_rl.environment.envs.textcraft.recipes import (
+from agentgym_rl.environment.envs.textcraft.recipe_book import (
     GENERICS,
     Recipe,
     craft_command,
@@ -31,12 +31,12 @@ from agentgym_rl.environment.envs.textcraft.recipes import (
 from agentgym_rl.environment.envs.textcraft.renaming import new_names, rename
 from agentgym_rl.errors import ConfigError, EnvError
 
-ALL_ITEMS = [item for split in items.SPLITS.values() for item in split]
-SOME_RENAMED = items.RENAMED[::97]
+ALL_ITEMS = [item for split in problems.SPLITS.values() for item in split]
+SOME_RENAMED = problems.RENAMED[::97]
 
 
 def item_of(goal: str) -> int:
-    return items.goals().index(goal)
+    return problems.goals().index(goal)
 
 
 def start(goal: str) -> TextCraft:
@@ -164,7 +164,7 @@ def test_splits_are_disjoint_and_have_the_published_sizes() -> None:
         "renamed": 32 * 374,
     }
     assert sorted(ALL_ITEMS) == list(range(544))
-    assert len(set(items.goals())) == 544
+    assert len(set(problems.goals())) == 544
     depths = {
         name: Counter(subset for item in split for subset in TextCraft.subsets_of(item))
         for name, split in TextCraft.splits.items()
@@ -188,14 +188,14 @@ def test_the_first_observation_lists_needed_recipes_and_distractors() -> None:
         head, _, goal = observation.partition("\n\n")
         first, *commands = head.split("\n")
         assert first == "Crafting commands:"
-        assert goal == f"Goal: craft {items.goals()[item]}."
+        assert goal == f"Goal: craft {problems.goals()[item]}."
         assert len(commands) == len(set(commands)) <= 40
-        listed = items.problem(item)
+        listed = problems.problem(item)
         plan = best_plan(load_book(), listed.goal, {}, listed.favourites)
         needed = {recipe.command for recipe, _ in plan.crafts.values()}
         assert needed <= set(commands)
         assert len(observation) < 2000
-    sizes = [len(items.problem(item).commands) for item in ALL_ITEMS]
+    sizes = [len(problems.problem(item).commands) for item in ALL_ITEMS]
     assert sum(sizes) / len(sizes) > 10
 
 
@@ -239,21 +239,21 @@ def test_everything_is_the_same_in_every_process() -> None:
 def test_item_numbers_are_pinned() -> None:
     """A change here renumbers the items, which invalidates old results and demonstrations."""
     pinned = ["magenta bed", "glass pane", "warped button", "iron trapdoor", "leather chestplate", "detector rail"]
-    assert [items.goals()[item] for item in (0, 373, 374, 473, 474, 543)] == pinned
+    assert [problems.goals()[item] for item in (0, 373, 374, 473, 474, 543)] == pinned
 
 
 def test_renamed_goals_are_the_training_goals_under_other_names() -> None:
-    env, held_out = TextCraft(), set(items.goals()[374:])
+    env, held_out = TextCraft(), set(problems.goals()[374:])
     same = same_goal = 0
     for item in SOME_RENAMED:
-        before = env.reset(items.original(item))
+        before = env.reset(problems.original(item))
         solution = finish(env)
         observation = env.reset(item)
         goal = observation.partition("Goal: craft ")[2].rstrip(".")
         same += observation == before
         assert goal not in held_out
-        assert env.subsets_of(item) == env.subsets_of(items.original(item))
-        same_goal += goal == items.goals()[items.original(item)]
+        assert env.subsets_of(item) == env.subsets_of(problems.original(item))
+        same_goal += goal == problems.goals()[problems.original(item)]
         renamed = finish(env)
         assert len(renamed) == len(solution)
         assert f" {goal} using " in renamed[-1]
@@ -262,7 +262,7 @@ def test_renamed_goals_are_the_training_goals_under_other_names() -> None:
 
 
 def test_variations_permute_names_and_keep_the_recipes() -> None:
-    kept = items.goals()[374:]
+    kept = problems.goals()[374:]
     book, names = load_book(), new_names(load_book(), 5, kept)
     assert sorted(names) == sorted(names.values())
     assert not set(names) & {*kept, *GENERICS, *(member for members in GENERICS.values() for member in members)}
@@ -451,10 +451,10 @@ def test_the_oracle_solves_every_item() -> None:
     lengths = {}
     for item in ALL_ITEMS:
         env.reset(item)
-        lengths[items.goals()[item]] = len(finish(env))
+        lengths[problems.goals()[item]] = len(finish(env))
     # Gather each raw item once, then craft, exactly as in the first plan.
     for goal, length in lengths.items():
-        listed = items.problem(item_of(goal))
+        listed = problems.problem(item_of(goal))
         assert length == best_plan(load_book(), goal, {}, listed.favourites).num_actions
     assert {goal for goal, length in lengths.items() if length > 30} == {"anvil", "netherite block"}
     train = TextCraft.splits["train"]
@@ -503,7 +503,7 @@ def test_the_oracle_is_a_function_of_the_state() -> None:
     book = load_book()
     env = start("lectern")
     for _ in range(8):
-        listed = items.problem(item_of("lectern"))
+        listed = problems.problem(item_of("lectern"))
         action = env.oracle()
         assert action == env.oracle() == next_action(book, "lectern", dict(env._held), listed.favourites)
         env.step(action)
@@ -539,7 +539,7 @@ def check_thought(env: TextCraft, listed: dict[tuple[str, str], int]) -> None:
         made[name] = (int(wanted or 1), listed[name, needs] * int(times or 1))
     assert step.done
     assert not missing.keys() & copy._held.keys()
-    goal = items.goals()[env._item]
+    goal = problems.goals()[env._item]
     assert made.pop(goal)[0] == 1
     for name, (lacking, count) in made.items():
         assert count - copy._held.get(name, 0) == lacking, name
@@ -552,7 +552,7 @@ def test_thoughts_are_true_and_lead_to_the_oracles_action() -> None:
     for item in TextCraft.splits["train"]:
         env.reset(item)
         listed = {}
-        for recipe in items.problem(item).commands:
+        for recipe in problems.problem(item).commands:
             needs = ", ".join(f"{count} {name}" for name, count in recipe.needs)
             listed[recipe.output, needs] = recipe.count
         while env._playing:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from training_for_tests import few
 
-from agentgym_rl.agent.tools import PARSERS, numbered, parse_hermes, parse_llama3, parse_mistral, parse_qwen3_xml
+from agentgym_rl.agent.tool_parsers import PARSERS, numbered, parse_hermes, parse_llama3, parse_mistral, parse_qwen3_xml
 from agentgym_rl.types import Message, Task, ToolCall, Trajectory
 
 GET = ToolCall("get", {"count": 2, "item": "oak log"})

@@ -314,7 +314,7 @@ def test_torch_still_has_the_ipc_fields_that_are_used_here() -> None:
 def send_on_ranks(ranks: ProcessRanks, folder: Path) -> list[Any]:
     """Send three versions from each rank to an engine in its process. The last rank's engine rejects the second."""
     learner, engine = tiny_model(1), tiny_model(2)
-    ranks.place(learner)
+    ranks.prepare_model(learner)
     results = []
     for version in range(3):
         with torch.no_grad():
@@ -360,9 +360,9 @@ def test_two_ranks_send_to_two_engines_and_a_failure_does_not_block_the_other(tm
 
 def test_a_learner_that_never_connects_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "ANSWER_TIMEOUT_S", 0.05)
-    lent = DeviceWeights(open_endpoint(), 3)
+    weights = DeviceWeights(open_endpoint(), 3)
     with pytest.raises(EngineError, match="the learner with weights 3 did not connect within 0 s"):
-        load_device_weights({}, lent)
+        load_device_weights({}, weights)
 
 
 def test_other_allocator_settings_survive_a_buffer(monkeypatch: pytest.MonkeyPatch) -> None:

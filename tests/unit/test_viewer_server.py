@@ -24,8 +24,8 @@ from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.run.log import RunLog
 from agentgym_rl.types import Message
 from agentgym_rl.viewer.bundle import join_modules
-from agentgym_rl.viewer.export import exported_page
 from agentgym_rl.viewer.library import Library
+from agentgym_rl.viewer.page_export import exported_page
 from agentgym_rl.viewer.playground import MAX_GAMES, NoSuchGame, Playground
 from agentgym_rl.viewer.replays import Picture, Replays, picture_of
 from agentgym_rl.viewer.server import create_app, link_to, static_files

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from agentgym_rl.environment.envs.webarena.evaluators import evaluate
-from agentgym_rl.environment.envs.webarena.evaluators import judge as judge_module
+from agentgym_rl.environment.envs.webarena.evaluators import evaluate, llm_judge
 from agentgym_rl.environment.envs.webarena.evaluators.data import only_changed
 from agentgym_rl.environment.envs.webarena.evaluators.helpers import HELPERS, Call, HelperContext, call, read_call
-from agentgym_rl.environment.envs.webarena.evaluators.judge import VARIABLES, require_judge
+from agentgym_rl.environment.envs.webarena.evaluators.llm_judge import VARIABLES, require_judge
 from agentgym_rl.environment.envs.webarena.evaluators.strings import (
     any_included,
     exact_match,
@@ -24,7 +23,7 @@ from agentgym_rl.environment.envs.webarena.evaluators.strings import (
     url_match,
 )
 from agentgym_rl.environment.envs.webarena.sites.store import fresh_database
-from agentgym_rl.environment.envs.webarena.tasks.config import TaskConfig
+from agentgym_rl.environment.envs.webarena.tasks.task_config import TaskConfig
 from agentgym_rl.errors import ConfigError, EnvError
 
 
@@ -344,7 +343,7 @@ def test_filtered_verdict_raises_an_error(judge: Server) -> None:
 
 
 def test_slow_judge_is_reported_before_the_session_times_out(judge: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert judge_module.time_limit() < 60
+    assert llm_judge.time_limit() < 60
 
     def reply_slowly(body: Any) -> Any:
         time.sleep(0.3)
@@ -358,7 +357,7 @@ def test_slow_judge_is_reported_before_the_session_times_out(judge: Server, monk
     for invalid in ("soon", "-1", "nan", "inf"):
         monkeypatch.setenv("WEBARENA_JUDGE_TIMEOUT_S", invalid)
         with pytest.raises(ConfigError, match="number of seconds above 0"):
-            judge_module.time_limit()
+            llm_judge.time_limit()
 
 
 def test_answer_that_cannot_be_encoded_is_still_judged(judge: Server) -> None:

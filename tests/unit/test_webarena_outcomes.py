@@ -8,12 +8,12 @@ from urllib.parse import parse_qs, urlencode, urlsplit
 import httpx
 import pytest
 
-from agentgym_rl.environment.envs.webarena.embedded import EmbeddedStage
+from agentgym_rl.environment.envs.webarena.embedded_stage import EmbeddedStage
 from agentgym_rl.environment.envs.webarena.evaluators import evaluate
 from agentgym_rl.environment.envs.webarena.sites.server import site_server
 from agentgym_rl.environment.envs.webarena.sites.store import fresh_database
-from agentgym_rl.environment.envs.webarena.tasks.config import TaskConfig, read_task
 from agentgym_rl.environment.envs.webarena.tasks.embedded import TEMPLATES, problems
+from agentgym_rl.environment.envs.webarena.tasks.task_config import TaskConfig, read_task
 
 GRADED_BY_CURRENT_PAGE = "Show me the way from {{start}} to {{end}} by {{mode}}."
 """The only template graded by the agent's page alone. Its wrong outcome is tested in tests/e2e."""

@@ -19,13 +19,13 @@ from agentgym_rl.cli import app
 from agentgym_rl.environment.envs.webarena import WebArena
 from agentgym_rl.environment.envs.webarena.browser import find_chromium
 from agentgym_rl.environment.envs.webarena.evaluators.helpers import read_call
-from agentgym_rl.environment.envs.webarena.official import OfficialStage
+from agentgym_rl.environment.envs.webarena.official_stage import OfficialStage
 from agentgym_rl.environment.envs.webarena.sites.html import Html, el
 from agentgym_rl.environment.envs.webarena.sites.maps import shortest_route
 from agentgym_rl.environment.envs.webarena.sites.store import Episodes, pristine
-from agentgym_rl.environment.envs.webarena.tasks.config import SITES, read_task
 from agentgym_rl.environment.envs.webarena.tasks.embedded import as_json, problems
 from agentgym_rl.environment.envs.webarena.tasks.official import OFFICIAL, find_tasks, official_subsets, official_tasks
+from agentgym_rl.environment.envs.webarena.tasks.task_config import SITES, read_task
 from agentgym_rl.errors import ConfigError
 
 ADDRESSES = {site: f"http://{site.lower()}.example" for site in SITES}

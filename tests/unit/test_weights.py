@@ -135,20 +135,20 @@ def is_read(weights: Any, state: dict[str, torch.Tensor]) -> bool:
 
 def test_host_weights_are_readable_while_a_process_has_them_locked() -> None:
     memory = HostMemory()
-    lent = memory.fill(a_state(1.0).items())
-    with lent.locked() as held:
+    weights = memory.fill(a_state(1.0).items())
+    with weights.locked() as held:
         memory.close()
         with pytest.raises(FileNotFoundError):
-            lent.locked().__enter__()
+            weights.locked().__enter__()
         another = HostMemory()  # open where the first one was
-        assert another.fill({}.items()).path == lent.path
+        assert another.fill({}.items()).path == weights.path
         with pytest.raises(FileNotFoundError, match="another file now"):
-            lent.locked().__enter__()
+            weights.locked().__enter__()
         another.close()
         with socket.socket() as elsewhere:  # and cannot even be opened
-            assert lent.path.endswith(f"/{elsewhere.fileno()}")
+            assert weights.path.endswith(f"/{elsewhere.fileno()}")
             with pytest.raises(FileNotFoundError, match="another file now"):
-                lent.locked().__enter__()
+                weights.locked().__enter__()
         assert is_read(held, a_state(1.0))
 
 
@@ -212,11 +212,11 @@ def test_another_process_sees_later_writes_through_its_mapping() -> None:
 def test_a_state_shared_with_vllm_has_tied_tensors_once() -> None:
     weight = torch.randn(4, 3)
     state = {"embed": weight, "head": weight, "view": weight.t(), "none": torch.empty(0), "nothing": torch.empty(0)}
-    message, lent = host_memory.pack(state)
+    message, held = host_memory.pack(state)
     found = dict(host_memory.unpack(message))
     assert list(found) == ["embed", "view", "none", "nothing"]
     assert all(torch.equal(found[name], state[name]) for name in found)
-    del lent
+    del held
 
 
 def test_a_tied_head_is_sent_once_and_loaded() -> None:

@@ -168,11 +168,11 @@ async def test_weights_are_sent_by_a_process_on_the_same_device(engine: Any, mod
     for name in "BCA":
         version, probe, endpoint = engine.version + 1, probe_model(models[name]), await adapter.open_endpoint()
         assert endpoint.device == device_id()
-        lending = asyncio.create_task(
+        sending = asyncio.create_task(
             asyncio.to_thread(send_weights, whole_state(models[name]), version, [endpoint], 20_000)
         )
         assert await adapter.load(DeviceWeights(endpoint, version), version, probe) == ""
-        assert await lending == {}
+        assert await sending == {}
         reply = await engine.generate(ids, Sampling(8, seed=1), "a")
         assert (reply.version, gap(models[name], ids, reply) < 1e-4) == (version, True)
 

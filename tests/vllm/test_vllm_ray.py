@@ -16,7 +16,7 @@ from vllm_for_tests import make_model, save, vllm_processes
 
 from agentgym_rl.commands.train import train
 from agentgym_rl.run.log import read_metrics, read_trajectories
-from agentgym_rl.scale.publisher import LEND_VARIABLE
+from agentgym_rl.transport.device import DEVICE_WEIGHTS_VARIABLE
 from agentgym_rl.types import StopReason
 
 pytest.importorskip("ray")
@@ -69,7 +69,7 @@ async def test_adapters_of_two_ranks_reach_a_vllm_of_two_workers_as_merged_weigh
 async def test_a_run_continues_when_vllm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in PATIENT.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv(LEND_VARIABLE, "always")
+    monkeypatch.setenv(DEVICE_WEIGHTS_VARIABLE, "always")
     config = counting_config(
         model__scratch__hidden_size=64,
         environments=[{"name": "keydoor", "subsets": ["near"]}],

@@ -6,7 +6,7 @@ import random
 
 from agentgym_rl.agent.policy import EnginePolicy, Reply
 from agentgym_rl.agent.renderer import Renderer
-from agentgym_rl.agent.segments import path
+from agentgym_rl.agent.segments import segment_tokens
 from agentgym_rl.types import EnvSession, Limits, Message, Observation
 
 
@@ -33,7 +33,7 @@ class AdvisedPolicy:
         observed = self._policy.unanswered(messages, observation, limits)
         segment = observed[-1].segment
         action = Message("assistant", advice, self._renderer.reply_ids(advice), advice=advice, segment=segment)
-        num_tokens = len(path([*messages, *observed, action], segment))
+        num_tokens = len(segment_tokens([*messages, *observed, action], segment))
         if not observed[-1].token_ids or num_tokens > limits.max_context:
             return Reply(observed, None, "max_context")
         return Reply(observed, action)

@@ -81,7 +81,7 @@ class Collector:
     `EpisodeSlots`, those of several collectors together.
 
     An episode that ends as ERROR is played again up to `retries` times with another seed. Every attempt is in the
-    group, ordered by place and attempt, and is passed to `on_trajectory` when it ends. An episode that takes longer
+    group, ordered by member and attempt, and is passed to `on_trajectory` when it ends. An episode that takes longer
     than `episode_timeout_s` ends as ERROR, or with `on_timeout` "truncate" as TIMEOUT.
     """
 
@@ -125,8 +125,8 @@ class Collector:
             async with asyncio.TaskGroup() as running:
                 episodes = [
                     [
-                        running.create_task(self._place(task, limits, seed, index, place))
-                        for place in range(self._group_size)
+                        running.create_task(self._play_attempts(task, limits, seed, index, member))
+                        for member in range(self._group_size)
                     ]
                     for index, task in enumerate(tasks, first)
                 ]
@@ -143,16 +143,16 @@ class Collector:
         counts, self.counts = dict(self.counts), Counter()
         return counts
 
-    async def _place(self, task: Task, limits: Limits, seed: int, index: int, place: int) -> list[Trajectory]:
-        """Play all attempts at one place of a group."""
+    async def _play_attempts(self, task: Task, limits: Limits, seed: int, index: int, member: int) -> list[Trajectory]:
+        """Play the attempts at one episode of a group."""
         attempts: list[Trajectory] = []
         for attempt in range(self._retries + 1):
             async with self._slots.taken(task.env):
                 trajectory = await self._episode(
                     task,
                     limits,
-                    id=f"{self.prefix}{seed}-{index}-{place}-{attempt}",
-                    seed=stable_seed(seed, index, place, attempt),
+                    id=f"{self.prefix}{seed}-{index}-{member}-{attempt}",
+                    seed=stable_seed(seed, index, member, attempt),
                 )
             attempts.append(trajectory)
             self._count(trajectory, attempt)

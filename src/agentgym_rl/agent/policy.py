@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
-from agentgym_rl.agent.context import ASK, FULL, SUMMARY, Context, view
+from agentgym_rl.agent.context_management import ASK, FULL, SUMMARY, Context, view
 from agentgym_rl.agent.engines.base import Engine
 from agentgym_rl.agent.engines.openai import Chat, ContextOverflow
 from agentgym_rl.agent.renderer import Renderer, Tools
-from agentgym_rl.agent.segments import attach, path
-from agentgym_rl.agent.tools import numbered
+from agentgym_rl.agent.segments import assign_segment, segment_tokens
+from agentgym_rl.agent.tool_parsers import numbered
 from agentgym_rl.common.seeds import stable_seed
 from agentgym_rl.errors import EngineError, EnvError
 from agentgym_rl.types import Completion, EnvSession, Limits, Message, Observation, Role, Sampling
@@ -163,8 +163,9 @@ class EnginePolicy:
         check_completion(completion, sampling)
         token_ids = list(completion.token_ids)
         content, calls = self._renderer.read_reply(token_ids, tools)
+        versions = list(completion.versions)
         message = Message(
-            "assistant", content, token_ids, list(completion.logprobs), completion.version, tool_calls=calls
+            "assistant", content, token_ids, list(completion.logprobs), completion.version, versions, tool_calls=calls
         )
         if not self._train_thoughts:
             message.untrained = self._renderer.thought_length(token_ids)
@@ -208,7 +209,7 @@ class EnginePolicy:
 
     def _prompt(self, messages: list[Message], tokenized: list[Message]) -> list[int]:
         if not self._is_linear:
-            return path([*messages, *tokenized], tokenized[-1].segment)
+            return segment_tokens([*messages, *tokenized], tokenized[-1].segment)
         return [*self._ids_of(messages), *(token for message in tokenized for token in message.token_ids)]
 
     @property
@@ -243,9 +244,9 @@ class EnginePolicy:
         if not self._renderer.linear or last.dropped_turns:
             asked = replace(last, purpose="")  # a request is visible only while it is answered
             conversation = view([*messages, *others, asked])
-            prompt_ids = self._renderer.continuation(path(messages, segment), conversation, self._tools)
-            return [*others, attach(messages, last, prompt_ids)]
-        ids = self._renderer.between(new_messages)
+            prompt_ids = self._renderer.continuation(segment_tokens(messages, segment), conversation, self._tools)
+            return [*others, assign_segment(messages, last, prompt_ids)]
+        ids = self._renderer.observation_ids(new_messages)
         if messages[-1].token_ids[-1] not in self._renderer.stop_token_ids:
             # A stop string ended the reply, so its end-of-turn token was not sampled and belongs to the observation.
             ids = [self._renderer.end_of_turn, *ids]

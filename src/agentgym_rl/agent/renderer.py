@@ -19,9 +19,9 @@ from typing import Any, Literal
 
 from jinja2.exceptions import TemplateError
 
-from agentgym_rl.agent.segments import place
+from agentgym_rl.agent.segments import match_segment
 from agentgym_rl.agent.templates import TEMPLATES, resolve_template
-from agentgym_rl.agent.tools import PARSERS, Parsed
+from agentgym_rl.agent.tool_parsers import PARSERS, Parsed
 from agentgym_rl.common.chat_messages import to_openai
 from agentgym_rl.common.thoughts import CLOSE, OPEN, without_thought
 from agentgym_rl.errors import ConfigError
@@ -151,7 +151,7 @@ class Renderer:
         """Return the ids between a reply's end-of-turn token and the next reply: results of its calls, and prompt."""
         return list(self._tool_results_ids(tuple((m.content, m.tool_call_id) for m in messages)))
 
-    def between(self, messages: Sequence[Message]) -> list[int]:
+    def observation_ids(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids of the messages between two replies: one observation, or the results of calls."""
         if messages[0].role == "tool":
             return self.tool_results(messages)
@@ -243,12 +243,12 @@ class Renderer:
         for i, message in enumerate(messages):
             if not message.is_reply:
                 continue
-            path = samples[-1].token_ids if samples else []
-            spot = place({0: path} if samples else {}, self.continuation(path, messages[:i], tools), 1)
-            if spot.segment or not samples:
-                samples.append(Sample(path[: spot.prefix[1]] if spot.prefix else [], []))
+            tokens = samples[-1].token_ids if samples else []
+            match = match_segment({0: tokens} if samples else {}, self.continuation(tokens, messages[:i], tools), 1)
+            if match.segment or not samples:
+                samples.append(Sample(tokens[: match.prefix[1]] if match.prefix else [], []))
             sample, ids = samples[-1], self.reply_ids(message.content, message.tool_calls)
-            sample.token_ids += spot.added_ids
+            sample.token_ids += match.added_ids
             if trained is not None and not trained[i]:
                 sample.left_out.append((len(sample.token_ids), len(ids)))
             sample.loss_mask += [False] * (len(sample.token_ids) - len(sample.loss_mask))
@@ -274,7 +274,7 @@ class Renderer:
         for turn, i in enumerate(replies):
             message = messages[i]
             if turn:
-                ids = self.between(messages[replies[turn - 1] + 1 : i])
+                ids = self.observation_ids(messages[replies[turn - 1] + 1 : i])
                 token_ids += ids
                 loss_mask += [False] * len(ids)
             ids = self.reply_ids(message.content, message.tool_calls)
@@ -442,7 +442,7 @@ class Renderer:
             later = self._render(messages[: i + 2], generation_prompt=True, tools=tools)
             played = after[: after.rindex(self._end_text) + len(self._end_text)]
             _require_prefix(played, later, "with the next observation added")
-            extended = [*self.encode(played), *self.between(messages[i + 1 : i + 2])]
+            extended = [*self.encode(played), *self.observation_ids(messages[i + 1 : i + 2])]
             if extended != self.encode(later):
                 raise ConfigError(
                     "the chat template writes an observation differently late in a conversation, or the tokenizer "

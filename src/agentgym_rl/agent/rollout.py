@@ -63,16 +63,16 @@ async def _play(trajectory: Trajectory, env: EnvSession, policy: Policy, limits:
     task, messages = trajectory.task, trajectory.messages
     step = _checked(await env.reset(task.item), task)
     # The observation without a reply so far. It is recorded even if no reply follows.
-    unread: Observation | None = step.observation
+    pending: Observation | None = step.observation
     try:
         while not step.done:
             if trajectory.num_turns >= limits.max_turns:
                 messages += policy.unanswered(messages, observed(step), limits)
-                unread = None
+                pending = None
                 return StopReason.MAX_TURNS
             reply = await policy.reply(messages, observed(step), limits)
             messages += reply.observation
-            unread = None
+            pending = None
             if reply.action is None:
                 return _ENDINGS[reply.finish]
             messages.append(reply.action)
@@ -85,13 +85,13 @@ async def _play(trajectory: Trajectory, env: EnvSession, policy: Policy, limits:
             calls = reply.action.tool_calls
             answer = env.step(reply.action.content) if calls is None else env.call(calls)
             step = _checked(await answer, task)
-            unread = observed(step)
+            pending = observed(step)
             trajectory.rewards[-1] = float(step.reward)
             trajectory.infos[-1] = _info(step.info, state)
         return StopReason.DONE
     finally:
-        if unread is not None:
-            messages += observation_messages(messages, "", unread)
+        if pending is not None:
+            messages += observation_messages(messages, "", pending)
 
 
 def observed(step: Step) -> Observation:

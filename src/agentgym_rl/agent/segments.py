@@ -30,8 +30,8 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Position of a prompt in the tree of segments."""
+class SegmentMatch:
+    """Segment that a prompt continues, or the new one that it starts."""
 
     segment: int
     """Segment that it continues, or the number of the new one."""
@@ -44,46 +44,48 @@ class Place:
 def stitch(calls: Iterable[Call]) -> list[Message]:
     """Return the messages of recorded calls, a prompt and a reply each. `Trajectory.segments` are their sequences."""
     messages: list[Message] = []
-    paths: list[list[int]] = []
+    tokens_by_segment: list[list[int]] = []
     for call in calls:
-        spot = place(dict(enumerate(paths)), call.prompt_ids, len(paths))
-        if spot.segment == len(paths):
-            paths.append([])
-        paths[spot.segment] = [*call.prompt_ids, *call.token_ids]
+        match = match_segment(dict(enumerate(tokens_by_segment)), call.prompt_ids, len(tokens_by_segment))
+        if match.segment == len(tokens_by_segment):
+            tokens_by_segment.append([])
+        tokens_by_segment[match.segment] = [*call.prompt_ids, *call.token_ids]
         messages += [
-            Message("user", call.prompt, spot.added_ids, segment=spot.segment, prefix=spot.prefix),
+            Message("user", call.prompt, match.added_ids, segment=match.segment, prefix=match.prefix),
             Message(
                 "assistant",
                 call.reply,
                 list(call.token_ids),
                 list(call.logprobs),
                 call.version,
-                segment=spot.segment,
+                segment=match.segment,
             ),
         ]
     return messages
 
 
-def place(paths: Mapping[int, Sequence[int]], prompt_ids: Sequence[int], new_segment: int) -> Place:
-    """Return the place of a prompt among segments, given their tokens by number. The longest match wins.
+def match_segment(
+    tokens_by_segment: Mapping[int, Sequence[int]], prompt_ids: Sequence[int], new_segment: int
+) -> SegmentMatch:
+    """Return how a prompt continues segments, given their tokens by number. The longest match wins.
 
-    >>> place({0: [1, 2, 3]}, [1, 2, 3, 4], 1)
-    Place(segment=0, prefix=None, added_ids=[4])
-    >>> place({0: [1, 2, 3]}, [1, 2, 4], 1)
-    Place(segment=1, prefix=(0, 2), added_ids=[4])
+    >>> match_segment({0: [1, 2, 3]}, [1, 2, 3, 4], 1)
+    SegmentMatch(segment=0, prefix=None, added_ids=[4])
+    >>> match_segment({0: [1, 2, 3]}, [1, 2, 4], 1)
+    SegmentMatch(segment=1, prefix=(0, 2), added_ids=[4])
     """
-    shared = {segment: _common_length(path, prompt_ids) for segment, path in paths.items()}
-    whole = [segment for segment, count in shared.items() if count == len(paths[segment])]
-    if whole:
-        segment = max(whole, key=lambda segment: shared[segment])
-        return Place(segment, None, list(prompt_ids[shared[segment] :]))
+    shared = {segment: _common_length(tokens, prompt_ids) for segment, tokens in tokens_by_segment.items()}
+    continued = [segment for segment, count in shared.items() if count == len(tokens_by_segment[segment])]
+    if continued:
+        segment = max(continued, key=lambda segment: shared[segment])
+        return SegmentMatch(segment, None, list(prompt_ids[shared[segment] :]))
     if not shared:
-        return Place(new_segment, None, list(prompt_ids))
+        return SegmentMatch(new_segment, None, list(prompt_ids))
     parent = max(shared, key=lambda segment: shared[segment])
-    return Place(new_segment, (parent, shared[parent]), list(prompt_ids[shared[parent] :]))
+    return SegmentMatch(new_segment, (parent, shared[parent]), list(prompt_ids[shared[parent] :]))
 
 
-def path(messages: Sequence[Message], segment: int) -> list[int]:
+def segment_tokens(messages: Sequence[Message], segment: int) -> list[int]:
     """Return all tokens of a segment, with those of the segments it branches off."""
     own: dict[int, list[int]] = {}
     prefixes: dict[int, tuple[int, int]] = {}
@@ -104,16 +106,16 @@ def path(messages: Sequence[Message], segment: int) -> list[int]:
     return [token for piece in reversed(pieces) for token in piece]
 
 
-def attach(messages: Sequence[Message], message: Message, prompt_ids: list[int]) -> Message:
+def assign_segment(messages: Sequence[Message], message: Message, prompt_ids: list[int]) -> Message:
     """Return the message with the tokens that make `prompt_ids` of the last segment, or as the start of a new one."""
     last = messages[-1].segment
-    spot = place({last: path(messages, last)}, prompt_ids, 1 + max(m.segment for m in messages))
-    prefix = spot.prefix
+    match = match_segment({last: segment_tokens(messages, last)}, prompt_ids, 1 + max(m.segment for m in messages))
+    prefix = match.prefix
     starts = {m.segment: m.prefix for m in messages if m.prefix is not None}
     while prefix is not None and prefix[0] in starts and prefix[1] <= starts[prefix[0]][1]:
         # The oldest segment with these tokens, so that chains of branches stay short.
         prefix = (starts[prefix[0]][0], prefix[1])
-    return replace(message, token_ids=spot.added_ids, segment=spot.segment, prefix=prefix)
+    return replace(message, token_ids=match.added_ids, segment=match.segment, prefix=prefix)
 
 
 def _common_length(a: Sequence[int], b: Sequence[int]) -> int:

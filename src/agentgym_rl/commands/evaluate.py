@@ -52,9 +52,9 @@ from agentgym_rl.evaluation.suites import (
     evenly_spaced,
 )
 from agentgym_rl.evaluation.terminal import print_report
-from agentgym_rl.run.collectors import wrap_of
+from agentgym_rl.run.collectors import session_wrapper
 from agentgym_rl.run.console import Console
-from agentgym_rl.run.pool import EnvironmentsPool, load_class
+from agentgym_rl.run.environments_pool import EnvironmentsPool, load_class
 
 SAVE_INTERVAL_S = 15.0
 """Seconds between updates of eval.json while episodes are played."""
@@ -251,7 +251,7 @@ async def _play_environment(
     pool = EnvironmentsPool((_environment(request, env),), playing)
     options = PlayOptions(concurrency, request.retries, request.episode_timeout_s)
     try:
-        await play(episodes, agent, pool, wrap_of(playing), folder, options, request.seed, progress.on_record)
+        await play(episodes, agent, pool, session_wrapper(playing), folder, options, request.seed, progress.on_record)
     finally:
         await pool.close()
 

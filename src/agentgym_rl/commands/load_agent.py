@@ -18,8 +18,8 @@ from agentgym_rl.config import AgentConfig, Config, ModelConfig, load_config
 from agentgym_rl.config_errors import reason
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.run.collectors import context_of
-from agentgym_rl.run.model import choose_device, load_from
-from agentgym_rl.training.lookup import find_model
+from agentgym_rl.run.load_model import choose_device, load_from
+from agentgym_rl.training.locate_model import find_model
 from agentgym_rl.types import EnvSession, Sampling
 
 OPENAI = "openai:"

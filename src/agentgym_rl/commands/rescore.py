@@ -16,7 +16,7 @@ from agentgym_rl.common.files import write_atomically
 from agentgym_rl.common.screen import Screen
 from agentgym_rl.config import load_config
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.rewards.ranks import Rescored, compare, summary
+from agentgym_rl.rewards.rank_changes import Rescored, compare, summary
 from agentgym_rl.run.judging import make_rewards
 from agentgym_rl.run.log import read_trajectories
 from agentgym_rl.run.preflight import require_rewards

@@ -12,11 +12,11 @@ from agentgym_rl.config import Config, completed
 from agentgym_rl.run import preflight
 from agentgym_rl.run.console import Console
 from agentgym_rl.run.context import RunContext
+from agentgym_rl.run.environments_pool import EnvironmentsPool
 from agentgym_rl.run.items import all_items
 from agentgym_rl.run.launch import launch
+from agentgym_rl.run.load_model import choose_device
 from agentgym_rl.run.log import RunLog
-from agentgym_rl.run.model import choose_device
-from agentgym_rl.run.pool import EnvironmentsPool
 from agentgym_rl.run.stopping import (
     Stop,
     disk_space_or_error,

@@ -21,7 +21,7 @@ from agentgym_rl.environment.formats import action_format
 from agentgym_rl.environment.own_class import is_import_path
 from agentgym_rl.environment.pool import LocalPool, RemotePool
 from agentgym_rl.errors import AgentGymError, ConfigError
-from agentgym_rl.run.pool import load_class
+from agentgym_rl.run.environments_pool import load_class
 from agentgym_rl.types import EnvSession, Limits, Message, Observation
 
 MAX_SESSIONS = 64
@@ -215,7 +215,7 @@ def _with_ids(renderer: Any, messages: list[Message], tools: Any = ()) -> list[M
         )
     for start, end in pairwise(replies):
         if not messages[end - 1].token_ids:
-            filled[end - 1] = replace(messages[end - 1], token_ids=renderer.between(messages[start + 1 : end]))
+            filled[end - 1] = replace(messages[end - 1], token_ids=renderer.observation_ids(messages[start + 1 : end]))
     return filled
 
 
@@ -281,8 +281,8 @@ def export(
     """Write the viewer's content into one HTML file."""
     from rich.progress import Progress
 
-    from agentgym_rl.viewer.export import exported_page
     from agentgym_rl.viewer.library import Library
+    from agentgym_rl.viewer.page_export import exported_page
 
     library = Library(folders, ViewerEnvironments(None, urls, environment_token, own))
     if not library.run_folders():

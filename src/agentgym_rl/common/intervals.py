@@ -18,9 +18,9 @@ def wilson_interval(successes: float, n: int, z: float = Z_95) -> tuple[float, f
         raise ValueError(f"a Wilson interval needs n >= 1 and 0 <= successes <= n, got successes={successes}, n={n}")
     rate = successes / n
     centre = rate + z * z / (2 * n)
-    spread = z * math.sqrt(rate * (1 - rate) / n + z * z / (4 * n * n))
+    half_width = z * math.sqrt(rate * (1 - rate) / n + z * z / (4 * n * n))
     scale = 1 + z * z / n
     # At the two ends the exact bound is 0 or 1; rounding must not push it past.
-    low = 0.0 if successes == 0 else (centre - spread) / scale
-    high = 1.0 if successes == n else (centre + spread) / scale
+    low = 0.0 if successes == 0 else (centre - half_width) / scale
+    high = 1.0 if successes == n else (centre + half_width) / scale
     return low, high

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from agentgym_rl.rewards.judge import Judge
-from agentgym_rl.rewards.questions import ranking_reward, rubric_reward
+from agentgym_rl.rewards.judge_questions import ranking_reward, rubric_reward
 from agentgym_rl.rewards.scores import Rewarder, environment_reward, format_reward, length_reward, own_reward
 from agentgym_rl.training.reward_settings import RewardSettings
 from agentgym_rl.types import ENVIRONMENT, Collect, Group, Limits, Task, Verdict

@@ -19,14 +19,14 @@ from agentgym_rl.config import Config, ModelConfig
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.run import backend_vllm
 from agentgym_rl.run.collectors import collect_each, engine_policies, make_proxy
-from agentgym_rl.run.model import load_from, load_teacher
+from agentgym_rl.run.load_model import load_from, load_teacher
 from agentgym_rl.training import lora
 from agentgym_rl.training.checkpoint import SHARDS, save_checkpoint
 from agentgym_rl.training.critic import ValueModel
-from agentgym_rl.training.dpo import DPO, Preference, prefer
+from agentgym_rl.training.dpo import DPO, Preference, make_preferences
 from agentgym_rl.training.learner import freeze
 from agentgym_rl.training.model import ModelContext
-from agentgym_rl.training.ranks import ALONE, Ranks
+from agentgym_rl.training.ranks import SINGLE_PROCESS, Ranks
 from agentgym_rl.training.rl import Learner
 from agentgym_rl.training.rl_learner import RLLearner
 from agentgym_rl.training.settings import DPOSettings, RLSettings, SFTSettings
@@ -82,13 +82,13 @@ class Backend(Protocol):
     def trainer(self, data: list[Any], settings: SFTSettings | DPOSettings, seed: int | str) -> Trainer:
         """Return a trainer of the present model: SFT on samples, or DPO on preferences."""
 
-    def forget_trainer(self) -> None:
+    def release_trainer(self) -> None:
         """Free the trainer's data and optimizer."""
 
-    def prefer(self, pairs: list[tuple[Sample, Sample]], max_tokens: int) -> list[Preference]:
+    def make_preferences(self, pairs: list[tuple[Sample, Sample]], max_tokens: int) -> list[Preference]:
         """Return pairs with their log-probabilities under the present model."""
 
-    def go_back(self, folder: Path) -> None:
+    def load_model(self, folder: Path) -> None:
         """Load the model of `folder` and forget the trainer."""
 
     async def publish(self, version: int) -> None:
@@ -139,10 +139,10 @@ class LocalBackend:
         self.renderer = Renderer(tokenizer, config.model.chat_template, thoughts=config.agent.thoughts)
         self._vllm, self._weights_dir = vllm, weights_dir
         if vllm is None:
-            # With overlap the learner changes its weights while episodes are played: the engine needs a copy.
-            played = freeze(copy.deepcopy(model)) if config.rl.overlap else model
+            # If the learner changes its weights while episodes are played, the engine needs a copy.
+            played = freeze(copy.deepcopy(model)) if config.rl.asynchronous else model
             self._engine: backend_vllm.RunEngine = make_engine(
-                played, self.renderer, config.sessions_per_engine(), config.longest_context()
+                played, self.renderer, config.sessions_per_engine(), config.longest_context(), config.rl.keep_cache
             )
         else:
             self._engine = vllm
@@ -181,20 +181,21 @@ class LocalBackend:
         self.learner = make_trainer(self._model, data, settings, seed)
         return self.learner
 
-    def forget_trainer(self) -> None:
+    def release_trainer(self) -> None:
         self.learner = None
 
-    def prefer(self, pairs: list[tuple[Sample, Sample]], max_tokens: int) -> list[Preference]:
-        return prefer(self._model, pairs, max_tokens)
+    def make_preferences(self, pairs: list[tuple[Sample, Sample]], max_tokens: int) -> list[Preference]:
+        return make_preferences(self._model, pairs, max_tokens)
 
-    def go_back(self, folder: Path) -> None:
-        self.forget_trainer()
+    def load_model(self, folder: Path) -> None:
+        self.release_trainer()
         before, _ = load_from(folder, self._config.model)
         self._model.load_state_dict(before.state_dict())
 
     async def publish(self, version: int) -> None:
         if self._vllm is None:
-            await self._engine.update_weights(self._model.state_dict() if self._config.rl.overlap else None, version)
+            source = self._model.state_dict() if self._config.rl.asynchronous else None
+            await self._engine.update_weights(source, version)
         else:
             assert self._weights_dir is not None
             await backend_vllm.publish(
@@ -234,9 +235,12 @@ class LocalBackend:
         await self._engine.close()
 
 
-def make_engine(model: Any, renderer: Renderer, max_sessions: int, max_context: int) -> NativeEngine:
+def make_engine(
+    model: Any, renderer: Renderer, max_sessions: int, max_context: int, keep_cache: bool = False
+) -> NativeEngine:
     """Return a native engine over `model`."""
-    return NativeEngine(model, decode=renderer.decode, max_sessions=max_sessions, max_context=max_context)
+    sizes = {"max_sessions": max_sessions, "max_context": max_context}
+    return NativeEngine(model, decode=renderer.decode, keep_cache=keep_cache, **sizes)
 
 
 def make_learner(
@@ -246,7 +250,7 @@ def make_learner(
     settings: ModelConfig,
     temperature: float,
     reference_dir: Path,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE_PROCESS,
     *,
     warm: bool,
 ) -> RLLearner:
@@ -261,12 +265,12 @@ def _teacher(tokenizer: Any, rl: RLSettings, settings: ModelConfig, ranks: Ranks
     if rl.distill is None:
         return None
     teacher = freeze(load_teacher(rl.distill.teacher, tokenizer, settings))
-    ranks.place(teacher)
+    ranks.prepare_model(teacher)
     return lambda: nullcontext(teacher)
 
 
 def make_trainer(
-    model: Any, data: list[Any], settings: SFTSettings | DPOSettings, seed: int | str, ranks: Ranks = ALONE
+    model: Any, data: list[Any], settings: SFTSettings | DPOSettings, seed: int | str, ranks: Ranks = SINGLE_PROCESS
 ) -> SFT | DPO:
     """Return the trainer of one process, or of one rank of several."""
     if isinstance(settings, SFTSettings):
@@ -278,7 +282,7 @@ def _reference(model: Any, folder: Path, settings: ModelConfig, ranks: Ranks, *,
     """Return the frozen model that RL started from. With LoRA it needs no second copy."""
     if settings.lora is None:
         frozen = freeze(load_from(folder, settings)[0])
-        ranks.place(frozen)
+        ranks.prepare_model(frozen)
         return lambda: nullcontext(frozen)
     if not warm:
         return lambda: lora.adapter(model, None)

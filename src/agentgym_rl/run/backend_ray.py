@@ -26,28 +26,28 @@ from agentgym_rl.run import backend_vllm
 from agentgym_rl.run.backend import OnTrajectory, Trainer, make_engine, make_learner, make_trainer
 from agentgym_rl.run.collectors import engine_policies, episode_slots, make_collector
 from agentgym_rl.run.context import RunContext
-from agentgym_rl.run.model import choose_device, load_from
-from agentgym_rl.run.pool import EnvironmentsPool
-from agentgym_rl.run.start import Start, describe_scratch, imitate, untrained
+from agentgym_rl.run.environments_pool import EnvironmentsPool
+from agentgym_rl.run.load_model import choose_device, load_from
+from agentgym_rl.run.start import Start, describe_scratch, imitate, make_untrained_model
 from agentgym_rl.scale.folders import require_same, require_shared
-from agentgym_rl.scale.plan import Plan
 from agentgym_rl.scale.process_group import ProcessRanks, whole_state
 from agentgym_rl.scale.publisher import shares_device_memory
+from agentgym_rl.scale.resource_plan import Plan
 from agentgym_rl.scale.shards import like_learner, load_shards, require_written, save_shards, shard_state
 from agentgym_rl.training import lora
 from agentgym_rl.training.batch import Batch, split_batch
 from agentgym_rl.training.checkpoint import SHARDS, save_state, staged
-from agentgym_rl.training.dpo import Preference, prefer
+from agentgym_rl.training.dpo import Preference, make_preferences
 from agentgym_rl.training.learner import freeze
-from agentgym_rl.training.ranks import balanced
+from agentgym_rl.training.ranks import balanced_shares
 from agentgym_rl.training.rl_learner import by_turn
 from agentgym_rl.training.settings import DPOSettings, RLSettings, SFTSettings
 from agentgym_rl.transport.buckets import EngineAdapter, NativeAdapter
 from agentgym_rl.types import Collect, Group, Limits, Sample, Task
 
-ASSESSED_FIELDS = ("old_logprobs", "entropies", "reference_logprobs", "teacher_logprobs", "values", "last_value")
+SCORED_FIELDS = ("old_logprobs", "entropies", "reference_logprobs", "teacher_logprobs", "values", "last_value")
 """Fields of a sample that a learner fills in."""
-Assessments = list[tuple[Any, ...]]
+SampleScores = list[tuple[Any, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +90,10 @@ class Rank:
         self._sent_dtype = torch.float32 if self._merges else self._dtype
         """Type of the weights sent to engines. A config whose vLLM would round merged weights is refused."""
 
-    def untrained(self, folder: str) -> int:
+    def make_untrained_model(self, folder: str) -> int:
         """Make the recipe's untrained model with the tokenizer of `folder`; return its number of parameters."""
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
-        self._model = untrained(self._loading.model, self._loading.seed, self._tokenizer)
+        self._model = make_untrained_model(self._loading.model, self._loading.seed, self._tokenizer)
         if self._merges:
             lora.require_mergeable(self._model)
         return self._model.num_parameters()
@@ -118,7 +118,7 @@ class Rank:
                 warm=config.warm_start is not None,
             )
 
-    def teach(self, data: list[Any], settings: SFTSettings | DPOSettings, seed: int | str) -> int:
+    def make_trainer(self, data: list[Any], settings: SFTSettings | DPOSettings, seed: int | str) -> int:
         """Make a trainer on `data`; return its number of updates."""
         self._learner = make_trainer(self._model, data, settings, seed, self._ranks)
         return self._learner.total
@@ -127,27 +127,27 @@ class Rank:
         return self._learner.step()
 
     @torch.no_grad()
-    def forget_trainer(self) -> None:
+    def release_trainer(self) -> None:
         """Free the trainer and round the weights to those that engines have, as one process and a resumed run do."""
         self._learner = None
         for parameter in self._masters().values():
             parameter.copy_(parameter.to(self._dtype))
         self._release_device()
 
-    def prefer(self, pairs: list[tuple[Sample, Sample]], max_tokens: int) -> list[Preference]:
-        preferences = prefer(self._model, pairs, max_tokens, self._ranks)
+    def make_preferences(self, pairs: list[tuple[Sample, Sample]], max_tokens: int) -> list[Preference]:
+        preferences = make_preferences(self._model, pairs, max_tokens, self._ranks)
         return preferences if self._rank == 0 else []
 
-    def assess(self, samples: list[Sample], own: bool) -> Assessments:
-        self._learner.assess(samples, own=own)
+    def score(self, samples: list[Sample], policy_only: bool) -> SampleScores:
+        self._learner.score(samples, policy_only=policy_only)
         self._release_device()
-        return [_assessment(sample) for sample in samples]
+        return [_scores_of(sample) for sample in samples]
 
-    def learn(self, batch: Batch, seed: int) -> tuple[dict[str, float], float, Assessments]:
+    def learn(self, batch: Batch, seed: int) -> tuple[dict[str, float], float, SampleScores]:
         count = len(batch.samples)
         metrics = self._learner.learn(batch, seed)
         self._release_device()
-        return metrics, self._learner.kl_coef, [_assessment(sample) for sample in batch.samples[:count]]
+        return metrics, self._learner.kl_coef, [_scores_of(sample) for sample in batch.samples[:count]]
 
     def num_parameters(self) -> int:
         return self._model.num_parameters()
@@ -278,7 +278,8 @@ def make_engine_adapter(config: Config, folder: Path) -> EngineAdapter:
     model, tokenizer = load_from(folder, config.model)
     model = freeze(model)
     renderer = Renderer(tokenizer, config.model.chat_template, thoughts=config.agent.thoughts)
-    return NativeAdapter(make_engine(model, renderer, config.sessions_per_engine(), config.longest_context()), model)
+    sizes = config.sessions_per_engine(), config.longest_context()
+    return NativeAdapter(make_engine(model, renderer, *sizes, config.rl.keep_cache), model)
 
 
 def _load_renderer(folder: Path, config: Config) -> Renderer:
@@ -286,7 +287,7 @@ def _load_renderer(folder: Path, config: Config) -> Renderer:
     return Renderer(tokenizer, config.model.chat_template, thoughts=config.agent.thoughts)
 
 
-def for_workers(config: Config, device: str) -> Config:
+def config_for_workers(config: Config, device: str) -> Config:
     """Return the recipe for processes on other machines: full paths, the text of the driver's files, one device."""
     model = config.model
     changes = {
@@ -314,7 +315,7 @@ class TrainerHandle:
     def __init__(self, app: Any, data: list[Any], settings: SFTSettings | DPOSettings, seed: int | str) -> None:
         self._app = app
         claim_device(app)
-        self.total: int = app.on_all("teach", data, settings, seed)[0]
+        self.total: int = app.on_all("make_trainer", data, settings, seed)[0]
         self.updates = 0
 
     def step(self) -> dict[str, float]:
@@ -334,19 +335,19 @@ class LearnerHandle:
         self._app, self._rl, self._size = app, settings, app.plan.learners
         self.kl_coef = settings.kl_coef
 
-    def assess(self, samples: list[Sample], *, own: bool = False) -> None:
+    def score(self, samples: list[Sample], *, policy_only: bool = False) -> None:
         claim_device(self._app)
-        shares = balanced([len(s.token_ids) for s in samples], self._size)
-        assessments = self._app.on_ranks("assess", [([samples[i] for i in share], own) for share in shares])
-        for share, assessed in zip(shares, assessments, strict=True):
-            _fill([samples[i] for i in share], assessed)
+        shares = balanced_shares([len(s.token_ids) for s in samples], self._size)
+        rank_scores = self._app.on_ranks("score", [([samples[i] for i in share], policy_only) for share in shares])
+        for share, scores in zip(shares, rank_scores, strict=True):
+            _fill([samples[i] for i in share], scores)
 
     def learn(self, batch: Batch, seed: int) -> dict[str, float]:
         claim_device(self._app)
         shares, indices = split_batch(batch, self._size, self._rl.minibatches, seed)
         results = self._app.on_ranks("learn", [(share, seed) for share in shares])
-        for known, (_, _, assessed) in zip(indices, results, strict=True):
-            _fill([batch.samples[i] for i in known], assessed)
+        for known, (_, _, scores) in zip(indices, results, strict=True):
+            _fill([batch.samples[i] for i in known], scores)
         metrics, self.kl_coef, _ = results[0]
         return metrics | by_turn(batch.samples)
 
@@ -391,7 +392,7 @@ class RayBackend:
         folder, reference_dir = _absolute(folder), _absolute(reference_dir or folder)
         try:
             app.connect()
-            worker_config = for_workers(config, app.plan.device)
+            worker_config = config_for_workers(config, app.plan.device)
             await app.start_learners(partial(Rank, worker_config))
             ask = partial(on_other_nodes, plan.worker_timeout_s)
             await require_shared(_absolute(run_dir), ask)
@@ -454,15 +455,15 @@ class RayBackend:
         self.learner = TrainerHandle(self._app, data, settings, seed)
         return self.learner
 
-    def forget_trainer(self) -> None:
+    def release_trainer(self) -> None:
         self.learner = None
-        self._app.on_all("forget_trainer")
+        self._app.on_all("release_trainer")
 
-    def prefer(self, pairs: list[tuple[Sample, Sample]], max_tokens: int) -> list[Preference]:
+    def make_preferences(self, pairs: list[tuple[Sample, Sample]], max_tokens: int) -> list[Preference]:
         claim_device(self._app)
-        return self._app.on_all("prefer", pairs, max_tokens)[0]
+        return self._app.on_all("make_preferences", pairs, max_tokens)[0]
 
-    def go_back(self, folder: Path) -> None:
+    def load_model(self, folder: Path) -> None:
         self.learner = None
         self._app.on_all("load", str(folder.absolute()))
 
@@ -490,7 +491,7 @@ class RayBackend:
 async def _make_starting_model(app: Any, context: RunContext, folder: Path, start: Start) -> None:
     """Make the model that training starts from on the ranks, and write it into `folder`."""
     config, console = context.config, context.console
-    (num_parameters, *_) = await app.wait_for_all("untrained", str(folder))
+    (num_parameters, *_) = await app.wait_for_all("make_untrained_model", str(folder))
     if config.model.scratch is not None:
         console.note(describe_scratch(num_parameters, start))
     if config.warm_start is not None:
@@ -543,11 +544,11 @@ def _absolute(folder: Path) -> Path:
     return place.absolute() if place.is_dir() else folder
 
 
-def _assessment(sample: Sample) -> tuple[Any, ...]:
-    return tuple(getattr(sample, name) for name in ASSESSED_FIELDS)
+def _scores_of(sample: Sample) -> tuple[Any, ...]:
+    return tuple(getattr(sample, name) for name in SCORED_FIELDS)
 
 
-def _fill(samples: list[Sample], assessments: Assessments) -> None:
-    for sample, values in zip(samples, assessments, strict=True):
-        for name, value in zip(ASSESSED_FIELDS, values, strict=True):
+def _fill(samples: list[Sample], scores: SampleScores) -> None:
+    for sample, values in zip(samples, scores, strict=True):
+        for name, value in zip(SCORED_FIELDS, values, strict=True):
             setattr(sample, name, value)

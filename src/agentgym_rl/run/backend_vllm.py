@@ -100,10 +100,10 @@ async def publish(
     shutil.rmtree(folder, ignore_errors=True)
     export(model, tokenizer, folder)
     await engine.update_weights(folder, version, probe=probe_model(model, dtype))
-    _forget_but(folder)
+    _remove_other_versions(folder)
 
 
-def _forget_but(folder: Path) -> None:
+def _remove_other_versions(folder: Path) -> None:
     """Remove the folders of older weights. An adapter's folder is needed while it is in use."""
     for other in folder.parent.glob("weights_*"):
         if other != folder:

@@ -8,7 +8,7 @@ from typing import Any
 
 from agentgym_rl.agent.advised import AdvisedPolicy
 from agentgym_rl.agent.collect import Collector, EpisodeSlots
-from agentgym_rl.agent.context import Context
+from agentgym_rl.agent.context_management import Context
 from agentgym_rl.agent.engines.base import Engine
 from agentgym_rl.agent.policy import EnginePolicy, OraclePolicy, Policy, PolicyFactory, RandomPolicy
 from agentgym_rl.agent.proxy.app import Proxy
@@ -100,7 +100,7 @@ def _unwrapped(session: EnvSession) -> EnvSession:
     return session
 
 
-def wrap_of(agent: AgentConfig, inner: Wrap = _unwrapped) -> Wrap:
+def session_wrapper(agent: AgentConfig, inner: Wrap = _unwrapped) -> Wrap:
     """Return a function that wraps a session in `inner`, then in the recipe's style and instruction."""
     style: Style = STYLES[agent.style]
 
@@ -134,7 +134,7 @@ def make_collector(
         slots,
         agent.retries,
         agent.episode_timeout_s,
-        wrap=wrap_of(agent, inner),
+        wrap=session_wrapper(agent, inner),
         prefix=prefix,
         on_timeout=agent.on_timeout,
         **options,

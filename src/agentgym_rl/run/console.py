@@ -258,7 +258,7 @@ class _Steps:
         row = {**metrics, "step": step, "left_s": left_s}
         cells = [(column.show(row).rjust(column.width), column.style) for column in self._columns]
         self._console.print(Text.assemble(*cells), soft_wrap=True)
-        self._say_trouble(metrics)
+        self._print_failures(metrics)
         if _is_number(metrics.get("success/mean")):
             self._successes.append(metrics["success/mean"])
         self._bar.update(
@@ -278,7 +278,7 @@ class _Steps:
             self._console.print(line, soft_wrap=True)
         self._horizon = horizon if horizon != MISSING else self._horizon
 
-    def _say_trouble(self, metrics: Mapping[str, Any]) -> None:
+    def _print_failures(self, metrics: Mapping[str, Any]) -> None:
         troubles = []
         if errors := metrics.get("episodes/error"):
             troubles.append(f"{errors:g} {'episode' if errors == 1 else 'episodes'} failed and dropped")
@@ -371,7 +371,7 @@ def _percent(value: Any) -> str:
     return _formatted(value, lambda number: "100%" if number == 1 else f"{100 * number:.1f}%")
 
 
-def _small(value: Any) -> str:
+def _format_small(value: Any) -> str:
     """Return four decimals for values near 0, in scientific notation if that would show only zeros."""
     return _formatted(value, lambda number: f"{number:.0e}" if 0 < abs(number) < 5e-5 else f"{number:.4f}"[:6])
 
@@ -392,7 +392,7 @@ _EPISODES = (
     Column("trunc", 7, lambda m: _percent(m.get("truncated/rate")), rank=2),
     Column("invalid", 8, lambda m: _percent(m.get("actions/invalid_rate")), rank=3),
     Column("tok/s", 7, lambda m: _count(m.get("tokens/sampled_per_s")), "dim", rank=5),
-    Column("KL", 7, lambda m: _small(m.get("kl/reference")), rank=4),
+    Column("KL", 7, lambda m: _format_small(m.get("kl/reference")), rank=4),
     Column("entropy", 8, lambda m: _fixed(m.get("entropy/mean"), 3), rank=1),
     Column("clip", 6, lambda m: _percent(m.get("clip/fraction")), rank=6),
     Column("rollout", 8, lambda m: _seconds(m.get("time/rollout_s")), "dim", rank=8),

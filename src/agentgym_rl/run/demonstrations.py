@@ -11,9 +11,9 @@ from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.run.collectors import demonstrators, episode_slots, limits_of, make_collector
 from agentgym_rl.run.console import Console
 from agentgym_rl.run.context import RunContext
-from agentgym_rl.run.heldout import spread
+from agentgym_rl.run.heldout import sample_per_subset
 from agentgym_rl.run.log import Kind
-from agentgym_rl.run.mistakes import Solutions, erring
+from agentgym_rl.run.mistakes import Solutions, inject_mistakes
 from agentgym_rl.training.conversations import (
     Conversation,
     find_files,
@@ -179,7 +179,7 @@ async def play_demonstrations(
         )
         for env in config.environments:
             limits = limits_of(config.agent, max_turns, env=env)
-            chosen = spread(context.items.train[env.name], share, f"{config.seed}/{kind}")
+            chosen = sample_per_subset(context.items.train[env.name], share, f"{config.seed}/{kind}")
             tasks = [Task(env.name, item) for subset in chosen.values() for item in subset]
             if policy == "random":  # the oracle would do the same again
                 tasks = list(islice(cycle(tasks), max(share, len(tasks))))
@@ -187,8 +187,8 @@ async def play_demonstrations(
             collect = collector()
             if mistakes:
                 solutions: Solutions = {}
-                await collector(inner=erring(0.0, seed, solutions))(tasks, limits, seed)
-                collect = collector(inner=erring(mistakes, seed, solutions))
+                await collector(inner=inject_mistakes(0.0, seed, solutions))(tasks, limits, seed)
+                collect = collector(inner=inject_mistakes(mistakes, seed, solutions))
             groups = await collect(tasks, limits, seed)
             played += [t for g in groups for t in g.trajectories]
     for trajectory in played:

@@ -15,24 +15,24 @@ from pathlib import Path
 from agentgym_rl.common.files import write_atomically
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-MAX_WAITING_BYTES = 64 << 20
+MAX_PENDING_BYTES = 64 << 20
 """Most bytes of episodes that wait for space; beyond it the oldest are dropped. Metrics and events are all kept."""
 RETRY_S = 1.0
 """Seconds between attempts to write to a full disk."""
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class PendingWrite:
     """Data that waits for space on the disk."""
 
     data: bytes
     append: bool
     """Whether to append to the file; else `data` replaces it."""
-    spare: bool
+    droppable: bool
     """Whether it may be dropped if too much waits."""
 
 
-class PatientWriter:
+class RetryingWriter:
     """Writes files. It keeps data that the disk has no space for, in order, and writes it later.
 
     `on_full` is called once when a disk turns out to be full, with the text of the system's error.
@@ -40,58 +40,58 @@ class PatientWriter:
 
     def __init__(self, on_full: Callable[[str], None]) -> None:
         self._on_full = on_full
-        self._waiting: dict[Path, deque[Waiting]] = {}
+        self._pending: dict[Path, deque[PendingWrite]] = {}
         self._next_try = 0.0
         self.full = False
         """Whether a write failed and data still waits."""
         self.num_dropped = 0
         """Lines of episodes dropped since then."""
 
-    def append(self, path: Path, line: bytes, *, spare: bool = False) -> None:
-        self._write(path, Waiting(line, append=True, spare=spare))
+    def append(self, path: Path, line: bytes, *, droppable: bool = False) -> None:
+        self._write(path, PendingWrite(line, append=True, droppable=droppable))
 
-    def replace(self, path: Path, data: bytes, *, spare: bool = False) -> None:
-        self.forget(path)
-        self._write(path, Waiting(data, append=False, spare=spare))
+    def replace(self, path: Path, data: bytes, *, droppable: bool = False) -> None:
+        self.discard(path)
+        self._write(path, PendingWrite(data, append=False, droppable=droppable))
 
-    def forget(self, path: Path) -> None:
+    def discard(self, path: Path) -> None:
         """Drop data that waits for a file that is started again or was removed."""
-        self._waiting.pop(path, None)
+        self._pending.pop(path, None)
 
-    def waiting(self, path: Path) -> list[bytes]:
+    def pending(self, path: Path) -> list[bytes]:
         """Return the data of a file that is not on disk yet."""
-        return [entry.data for entry in self._waiting.get(path, ())]
+        return [entry.data for entry in self._pending.get(path, ())]
 
-    def unwritten(self) -> list[Path]:
-        return list(self._waiting)
+    def pending_paths(self) -> list[Path]:
+        return list(self._pending)
 
-    def mark_full(self, said: str) -> None:
+    def mark_full(self, reason: str) -> None:
         """Record that a write failed, here or elsewhere in the run."""
         if not self.full:
             self.full, self.num_dropped = True, 0
-            self._on_full(said)
+            self._on_full(reason)
 
-    def write_waiting(self) -> bool:
-        """Write the waiting data. Return whether none is left."""
-        for path in list(self._waiting):
-            queue = self._waiting[path]
+    def write_pending(self) -> bool:
+        """Write the pending data. Return whether none is left."""
+        for path in list(self._pending):
+            queue = self._pending[path]
             while queue and self._written(path, queue[0]):
                 queue.popleft()
             if not queue:
-                del self._waiting[path]
+                del self._pending[path]
         self._next_try = time.monotonic() + RETRY_S
-        return not self._waiting
+        return not self._pending
 
-    def _write(self, path: Path, entry: Waiting) -> None:
-        if not self._waiting and self._written(path, entry):
+    def _write(self, path: Path, entry: PendingWrite) -> None:
+        if not self._pending and self._written(path, entry):
             return
-        self._waiting.setdefault(path, deque()).append(entry)
-        if entry.spare:
+        self._pending.setdefault(path, deque()).append(entry)
+        if entry.droppable:
             self._drop_oldest()
         if time.monotonic() >= self._next_try:
-            self.write_waiting()
+            self.write_pending()
 
-    def _written(self, path: Path, entry: Waiting) -> bool:
+    def _written(self, path: Path, entry: PendingWrite) -> bool:
         try:
             (append if entry.append else write_atomically)(path, entry.data)
         except OSError as error:
@@ -102,15 +102,15 @@ class PatientWriter:
         return True
 
     def _drop_oldest(self) -> None:
-        size = sum(len(entry.data) for queue in self._waiting.values() for entry in queue if entry.spare)
-        for path in list(self._waiting):
-            queue = self._waiting[path]
-            while size > MAX_WAITING_BYTES and queue and queue[0].spare:
+        size = sum(len(entry.data) for queue in self._pending.values() for entry in queue if entry.droppable)
+        for path in list(self._pending):
+            queue = self._pending[path]
+            while size > MAX_PENDING_BYTES and queue and queue[0].droppable:
                 lost = queue.popleft().data
                 size -= len(lost)
                 self.num_dropped += lost.count(b"\n")
             if not queue:
-                del self._waiting[path]
+                del self._pending[path]
 
 
 def append(path: Path, line: bytes) -> None:

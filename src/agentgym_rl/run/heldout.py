@@ -24,7 +24,7 @@ async def evaluate(context: RunContext, collect: Collect, max_context: int, step
     by_subset: dict[str, list[Trajectory]] = defaultdict(list)
     for env in config.environments:
         limits = limits_of(config.agent, env.eval_max_turns or settings.max_turns, max_context, env)
-        chosen = spread(context.items.held_out[env.name], settings.episodes, "evaluation")
+        chosen = sample_per_subset(context.items.held_out[env.name], settings.episodes, "evaluation")
         tasks = [(name, Task(env.name, item)) for name, items in chosen.items() for item in items]
         groups = await collect([task for _, task in tasks], limits, derive_seed("evaluation", env.name))
         for (name, _), group in zip(tasks, groups, strict=True):
@@ -34,7 +34,7 @@ async def evaluate(context: RunContext, collect: Collect, max_context: int, step
     return _result(step, by_subset)
 
 
-def spread(subsets: dict[str, list[int]], count: int, seed: str) -> dict[str, list[int]]:
+def sample_per_subset(subsets: dict[str, list[int]], count: int, seed: str) -> dict[str, list[int]]:
     """Return about `count` items, as many of each subset, chosen by `seed`; fewer if a subset has fewer."""
     each = -(-count // len(subsets))
     return {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from agentgym_rl.config import EnvironmentConfig
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.training.tasks import TaskSource
+from agentgym_rl.training.task_source import TaskSource
 from agentgym_rl.types import EnvPool
 
 

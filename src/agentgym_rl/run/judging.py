@@ -8,7 +8,7 @@ from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.config import Config, ModelConfig
 from agentgym_rl.rewards.judge import Judge, LocalChat, make_chat_client
 from agentgym_rl.rewards.rewards import Rewards
-from agentgym_rl.run.model import load_from
+from agentgym_rl.run.load_model import load_from
 from agentgym_rl.training.reward_settings import JudgeSettings
 
 CACHE_NAME = "judge.jsonl"

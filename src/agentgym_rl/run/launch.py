@@ -12,13 +12,13 @@ from agentgym_rl.run import backend_vllm
 from agentgym_rl.run.backend import Backend, LocalBackend
 from agentgym_rl.run.context import RunContext
 from agentgym_rl.run.demonstrations import load_demonstrations
-from agentgym_rl.run.model import load_from
+from agentgym_rl.run.load_model import load_from
 from agentgym_rl.run.offline import OfflineRun
 from agentgym_rl.run.rl import RLRun
 from agentgym_rl.run.rounds import RETRAINED
 from agentgym_rl.run.run import Run
 from agentgym_rl.run.start import prepare, starting_model
-from agentgym_rl.training.checkpoint import export, list_checkpoints, load_state, missing_from, put_back
+from agentgym_rl.training.checkpoint import export, list_checkpoints, load_state, missing_from, restore_interrupted
 from agentgym_rl.types import Message
 
 
@@ -45,7 +45,7 @@ def resume_point(context: RunContext) -> tuple[Path, dict[str, Any]] | None:
     Newer checkpoints that are incomplete are renamed, so that they no longer count, and a line says so.
     """
     log, root = context.log, context.log.checkpoints_dir
-    put_back(root)
+    restore_interrupted(root)
     incomplete: dict[Path, str] = {}
     for folder in reversed(list_checkpoints(root) if log.resumed else []):
         problem = missing_from(folder)

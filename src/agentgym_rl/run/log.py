@@ -81,7 +81,7 @@ class RunLog:
         self._lock = lock
         self._trackers = dict(trackers)
         self._say = say
-        self._writer = disk.PatientWriter(self._disk_is_full)
+        self._writer = disk.RetryingWriter(self._disk_is_full)
         self._begun: set[str] = set()
         self._status_is_written = False
         self._status: dict[str, Any] = {
@@ -149,14 +149,14 @@ class RunLog:
             row |= dict.fromkeys(nonfinite) | {"nonfinite": nonfinite}
         self._writer.append(self.metrics_path, orjson.dumps(row) + b"\n")
         scalars = {name: float(value) for name, value in values.items() if not isinstance(value, str)}
-        self._tell_trackers(lambda tracker: tracker.log(step, scalars))
+        self._call_trackers(lambda tracker: tracker.log(step, scalars))
         self.set_status("running", step=step, steps=steps)
         self._retry_writes()
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return every line of metrics.jsonl, also those that wait for space on the disk."""
         written = read_metrics(self.metrics_path) if self.metrics_path.is_file() else []
-        return written + [orjson.loads(line) for line in self._writer.waiting(self.metrics_path)]
+        return written + [orjson.loads(line) for line in self._writer.pending(self.metrics_path)]
 
     def log_finding(self, finding: Mapping[str, Any]) -> None:
         """Append one line to doctor.jsonl: `step`, `rule`, `severity`, `message`, `since`."""
@@ -179,11 +179,11 @@ class RunLog:
             self.log_event("not_written", message, step=self._status.get("step", 0))
             self._say(message)
 
-    def _tell_trackers(self, tell: Callable[[Tracker], None]) -> None:
+    def _call_trackers(self, call: Callable[[Tracker], None]) -> None:
         """Call every tracker. A tracker that raises any error is dropped."""
         for name, tracker in list(self._trackers.items()):
             try:
-                tell(tracker)
+                call(tracker)
             except Exception as error:
                 del self._trackers[name]
                 reason = (str(error) or type(error).__name__).splitlines()[0]
@@ -191,17 +191,17 @@ class RunLog:
                 self.log_event("tracker_failed", message, step=self._status.get("step", 0))
                 self._say(message)
 
-    def _disk_is_full(self, said: str) -> None:
+    def _disk_is_full(self, reason: str) -> None:
         message = (
-            f"no space on the disk of {self.root} ({said}; {disk.free_space(self.root)}): what the run writes waits in "
-            f"memory until there is, of episodes the last {disk.MAX_WAITING_BYTES >> 20} MiB: free some space"
+            f"no space on the disk of {self.root} ({reason}; {disk.free_space(self.root)}): what the run writes waits "
+            f"in memory until there is, of episodes the last {disk.MAX_PENDING_BYTES >> 20} MiB: free some space"
         )
         self.log_event("disk_full", message, step=self._status.get("step", 0))
         self._say(message)
 
     def _retry_writes(self) -> None:
         """Write what waits for space, after a step on a disk that was full."""
-        if self._writer.full and self._writer.write_waiting() and self._status_is_written:
+        if self._writer.full and self._writer.write_pending() and self._status_is_written:
             lost = self._writer.num_dropped
             self._writer.full = False
             message = f"there is space on the disk again ({disk.free_space(self.root)}): what waited is written" + (
@@ -220,9 +220,9 @@ class RunLog:
         line = f'{{"step": {step}, "kind": "{kind}", {trajectory.to_json()[1:]}\n'
         if path.name not in self._begun:  # names take less memory than paths, and all are kept
             path.unlink(missing_ok=True)
-            self._writer.forget(path)
+            self._writer.discard(path)
             self._begun.add(path.name)
-        self._writer.append(path, line.encode(), spare=True)
+        self._writer.append(path, line.encode(), droppable=True)
 
     def write_learned(self, step: int, samples: Iterable[Sample]) -> None:
         """Write one line per trained trajectory: values of its trained tokens, with 5 significant digits."""
@@ -236,7 +236,7 @@ class RunLog:
         )
         path = self.trajectories_dir / f"learned_{step:06d}.jsonl"
         data = b"".join(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE) for row in rows)
-        self._writer.replace(path, data, spare=True)
+        self._writer.replace(path, data, droppable=True)
 
     def trajectories_path(self, step: int, kind: Kind = "train") -> Path:
         return self.trajectories_dir / f"{_FILE_PREFIX[kind]}_{step:06d}.jsonl"
@@ -246,13 +246,13 @@ class RunLog:
         for path in self.trajectories_dir.glob("*_*.jsonl"):
             if int(path.stem.rpartition("_")[2]) > step and path not in keep:
                 path.unlink()
-                self._writer.forget(path)
+                self._writer.discard(path)
                 self._begun.discard(path.name)
         for path in (self.metrics_path, self.doctor_path):
             if path.is_file():
                 _rewrite_metrics(path, [row for row in read_metrics(path) if row["step"] <= step])
         kept = self.metrics()
-        self._tell_trackers(lambda tracker: tracker.resume(step, kept))
+        self._call_trackers(lambda tracker: tracker.resume(step, kept))
         self.set_status("running", step=step)
 
     def set_status(
@@ -280,10 +280,10 @@ class RunLog:
 
     def close(self) -> None:
         """Close the trackers and release the lock."""
-        self._tell_trackers(lambda tracker: tracker.close(self._status["state"]))
+        self._call_trackers(lambda tracker: tracker.close(self._status["state"]))
         self._trackers = {}
-        if not self._writer.write_waiting():
-            lost = self._writer.unwritten()
+        if not self._writer.write_pending():
+            lost = self._writer.pending_paths()
             names = sorted(path.name for path in lost if path.parent == self.root)
             episodes = len(lost) - len(names)
             names += [f"{episodes} files of trajectories"] if episodes else []

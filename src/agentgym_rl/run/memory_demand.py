@@ -10,7 +10,7 @@ from typing import Any
 from agentgym_rl.config import Config, ModelConfig, ScaleConfig
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.scale.memory import GIB, Demand, Shape, on_each_device, on_each_host, table
-from agentgym_rl.training.lookup import find_model
+from agentgym_rl.training.locate_model import find_model
 
 GPUS_PER_NODE = 8
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -47,7 +47,7 @@ def demand_of(config: Config, *, gpu: bool = True) -> Demand:
         colocated=scale is None or scale.layout == "colocated",
         reference=config.online and rl.kl_coef > 0,
         critic=config.online and rl.algorithm == "ppo",
-        overlap=config.online and (rl.overlap > 0 or config.engine.kind == "vllm"),
+        overlap=config.online and (rl.asynchronous or config.engine.kind == "vllm"),
         trained=None if lora is None else _adapter_parameters(shape, lora.rank),
         micro_batch_tokens=optimizer.micro_batch_tokens,
         checkpoint_activations=getattr(optimizer, "checkpoint_activations", False),

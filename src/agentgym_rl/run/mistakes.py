@@ -18,8 +18,8 @@ Solutions = dict[int, dict[str, None]]
 """Item -> the distinct actions that its oracle took, in order."""
 
 
-class ErringSession:
-    """A session whose oracle errs in a share of its turns, marked by `info["mistake"]` of the answer.
+class MistakeSession:
+    """A session whose oracle makes a mistake in a share of its turns, marked by `info["mistake"]` of the answer.
 
     Half of the mistakes are other possible actions (`actions()`, if there is such a list), mostly useless ones. The
     other half are actions that the oracle takes at another time of this item, which are often refused. `solutions`
@@ -38,13 +38,13 @@ class ErringSession:
         self._solution: dict[str, None] = {}
         self._random = random.Random(seed)
         self._resets = 0
-        self._erred = False
+        self._made_mistake = False
 
     async def reset(self, item: int) -> Step:
         self._resets += 1  # other attempts of one episode make other mistakes
         self._random = random.Random(stable_seed(self._seed, item, self._resets))
         self._solution = self._solutions.setdefault(item, {})
-        self._erred = False
+        self._made_mistake = False
         return await self._env.reset(item)
 
     async def step(self, text: str) -> Step:
@@ -57,8 +57,8 @@ class ErringSession:
         return self._env.call_of(action)
 
     def _marked(self, step: Step) -> Step:
-        erred, self._erred = self._erred, False
-        if erred:
+        made_mistake, self._made_mistake = self._made_mistake, False
+        if made_mistake:
             step.info = {**step.info, "mistake": True}
         return step
 
@@ -71,7 +71,7 @@ class ErringSession:
         kinds = [kind for kind in kinds if kind]
         if not kinds:  # there is no other action
             return thought, action
-        self._erred = True
+        self._made_mistake = True
         return thought, self._random.choice(self._random.choice(kinds))
 
     async def oracle(self) -> str:
@@ -90,6 +90,6 @@ class ErringSession:
         await self._env.close()
 
 
-def erring(share: float, seed: int, solutions: Solutions) -> Callable[[EnvSession], EnvSession]:
-    """Return a function that makes sessions err. A seed gives every item mistakes of its own, the same every time."""
-    return lambda session: ErringSession(session, share, seed, solutions)
+def inject_mistakes(share: float, seed: int, solutions: Solutions) -> Callable[[EnvSession], EnvSession]:
+    """Return a function that wraps sessions. A seed gives every item mistakes of its own, the same every time."""
+    return lambda session: MistakeSession(session, share, seed, solutions)

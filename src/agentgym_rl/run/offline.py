@@ -52,7 +52,7 @@ class OfflineRun(Run):
             if self.round is None:
                 self.round = await self._next_round()
                 if self.config.method in RETRAINED:
-                    self.backend.go_back(self.log.root / "base")
+                    self.backend.load_model(self.log.root / "base")
                 self.trainer = self._make_trainer(self.round)
             await self._train_round()
 
@@ -144,7 +144,7 @@ class OfflineRun(Run):
             await self.evaluate()
         self.history.append(_summary_of(current, self.step, self.evaluations[-1]))
         self.rounds_done, self.round, self.trainer = current.number, None, None
-        self.backend.forget_trainer()
+        self.backend.release_trainer()
         await self.events.now()
         if self.rounds_done == self.rounds.count:
             await last_checkpoint(self.save, self.step, self.context)

@@ -15,11 +15,11 @@ from agentgym_rl.environment import catalog
 from agentgym_rl.environment.own_class import is_import_path
 from agentgym_rl.errors import ConfigError, EngineError
 from agentgym_rl.rewards.scores import own_reward
+from agentgym_rl.run.environments_pool import load_class, read_recipe_items, read_token
 from agentgym_rl.run.memory_demand import require_memory, shape_of, why_not_split
-from agentgym_rl.run.pool import load_class, read_recipe_items, read_token
 from agentgym_rl.run.trackers import require_trackers
 from agentgym_rl.training.conversations import find_files, is_trajectory_file
-from agentgym_rl.training.lookup import find_model
+from agentgym_rl.training.locate_model import find_model
 from agentgym_rl.training.preferences import find_preferences
 from agentgym_rl.training.settings import DataSettings
 

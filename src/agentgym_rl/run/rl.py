@@ -66,7 +66,7 @@ class RLRun(Run):
         return self.resumable is not None
 
     def evaluation_is_due(self) -> bool:
-        return self.rl.over(self.config.rl) or super().evaluation_is_due()
+        return self.rl.is_finished(self.config.rl) or super().evaluation_is_due()
 
     async def evaluate(self) -> None:
         self.resumable = self.rl.state()
@@ -90,8 +90,8 @@ class RLRun(Run):
         return details if judge is None else details | {"judge": {"calls": judge.calls, "tokens": judge.tokens}}
 
     def _mark_resumable(self) -> None:
-        """Keep the state to save if the run is stopped now. With overlap the next step is learned from at once."""
-        self.resumable = None if self.config.rl.overlap else self.rl.state()
+        """Keep the state to save if the run is stopped now. If it plays while it learns, a stop waits for the step."""
+        self.resumable = None if self.config.rl.asynchronous else self.rl.state()
 
     def _record(self, step: int, groups: list[Group]) -> None:
         self.resumable = None
@@ -124,7 +124,7 @@ class RLRun(Run):
             self.console.warn(f"doctor: {finding.message}")
 
     async def _after_step(self, step: int) -> None:
-        last = self.rl.over(self.config.rl)
+        last = self.rl.is_finished(self.config.rl)
         if self.evaluation_is_due():
             await self.evaluate()
         await self.events.now()

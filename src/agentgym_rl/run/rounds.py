@@ -34,7 +34,7 @@ from agentgym_rl.run.demonstrations import (
     to_sample,
     to_samples,
 )
-from agentgym_rl.training.agentevol import keep
+from agentgym_rl.training.agentevol import select_episodes
 from agentgym_rl.training.dagger import agreement, labelled
 from agentgym_rl.training.dpo import Preference, build_pairs
 from agentgym_rl.training.metrics import episode_metrics
@@ -154,7 +154,7 @@ class RoundMaker:
             return await self._imitation(current)
         self.console.stage(f"Round {current.number} of {self.count}", f"explores {settings.tasks} items")
         groups = await self._play(current, settings.tasks, settings.group_size, settings.max_turns)
-        kept = keep(groups, settings, f"{self.config.seed}/round{current.number}")
+        kept = select_episodes(groups, settings, f"{self.config.seed}/round{current.number}")
         earlier = read_round(self.log.root, current.number - 1).samples if current.number > 1 else {}
         explored = [s for t in kept for s in segment_samples(t, self.backend.renderer)]
         if settings.history == "all":
@@ -230,7 +230,7 @@ class RoundMaker:
         self.console.note(f"{len(pairs)} pairs of {items} items; their reference log-probabilities are computed once")
         renderer = self.backend.renderer
         halves = [(to_sample(a, renderer), to_sample(b, renderer)) for a, b in pairs]
-        current.pairs = self.backend.prefer(halves, settings.optimizer.micro_batch_tokens)
+        current.pairs = self.backend.make_preferences(halves, settings.optimizer.micro_batch_tokens)
         return current
 
     async def _expert(self) -> list[Sample]:

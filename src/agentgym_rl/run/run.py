@@ -42,20 +42,20 @@ class Run(ABC):
                     await self.begin(saved)
                     await self.train()
                     summary = self.summarise()
-                    self.stop.may_leave = lambda: False  # there is nothing left to stop
+                    self.stop.may_cancel = lambda: False  # there is nothing left to stop
                 return summary
         finally:
-            self.stop.may_leave = lambda: False
+            self.stop.may_cancel = lambda: False
             await self.backend.close()
 
     async def begin(self, saved: dict[str, Any] | None) -> None:
         """Restore a checkpoint, or evaluate the starting model and save it as the checkpoint of step 0."""
         if saved is not None:
-            self.stop.may_leave = lambda: False  # a checkpoint of a half-restored run would replace the good one
+            self.stop.may_cancel = lambda: False  # a checkpoint of a half-restored run would replace the good one
             self.evaluations, self.context.seconds_before = saved["evaluations"], saved["seconds"]
             self.saved_step = saved["step"]
             await self.restore(saved)
-        self.stop.may_leave = self.may_stop
+        self.stop.may_cancel = self.may_stop
         if saved is not None and self.stop.asked:
             self.stop_here()
         if not self.evaluation_is_due() or any(result["step"] == self.step for result in self.evaluations):
@@ -106,7 +106,7 @@ class Run(ABC):
 
     def stop_here(self) -> NoReturn:
         """Write a checkpoint and end the run: after the last finished step, without episodes under way."""
-        self.stop.may_leave = lambda: False  # once is enough
+        self.stop.may_cancel = lambda: False  # once is enough
         stop_with_checkpoint(None if self.saved_step == self.step else self.save, self.step, self.context)
 
     def warn(self, kind: str, message: str, **detail: Any) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentgym_rl.agent.context import ASK, LEFT_OUT, SUMMARISED
+from agentgym_rl.agent.context_management import ASK, LEFT_OUT, SUMMARISED
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.config import ModelConfig
 from agentgym_rl.errors import ConfigError
@@ -15,7 +15,7 @@ from agentgym_rl.run.backend import Trainer
 from agentgym_rl.run.console import Console
 from agentgym_rl.run.context import RunContext
 from agentgym_rl.run.demonstrations import play_demonstrations, to_samples
-from agentgym_rl.run.model import choose_device, load_from
+from agentgym_rl.run.load_model import choose_device, load_from
 from agentgym_rl.training.lora import add_adapter
 from agentgym_rl.training.model import load_tokenizer
 from agentgym_rl.training.scratch import build_model, build_tokenizer, write_calls
@@ -36,7 +36,7 @@ async def starting_model(context: RunContext, conversations: Sequence[list[Messa
     """Return the (model, tokenizer) that training starts from, in this process; arguments as for `prepare`."""
     config, console = context.config, context.console
     start = await prepare(context, conversations)
-    model = untrained(config.model, config.seed, start.tokenizer)
+    model = make_untrained_model(config.model, config.seed, start.tokenizer)
     if config.model.scratch is not None:
         console.note(describe_scratch(model.num_parameters(), start))
     if config.warm_start is not None:
@@ -82,7 +82,7 @@ async def imitate(trainer: Trainer, console: Console) -> None:
             await asyncio.sleep(0)  # a point at which the run can be stopped
 
 
-def untrained(settings: ModelConfig, seed: int, tokenizer: Any) -> Any:
+def make_untrained_model(settings: ModelConfig, seed: int, tokenizer: Any) -> Any:
     """Return the model of the recipe, with adapters that change nothing yet, or random weights for `tokenizer`."""
     if settings.path is not None:
         model, _ = load_from(settings.path, settings)

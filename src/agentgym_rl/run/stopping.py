@@ -37,7 +37,7 @@ class Stopped(BaseException):
 class Stop:
     """Handles SIGTERM and Ctrl-C for a run.
 
-    The listening task is cancelled if `may_leave` allows it at that moment. Otherwise it checks `asked` between steps.
+    The listening task is cancelled if `may_cancel` allows it at that moment. Otherwise it checks `asked` between steps.
     A second Ctrl-C ends the process at once.
     """
 
@@ -45,10 +45,10 @@ class Stop:
         self.asked = False
         self.by = ""
         """First request: SIGTERM or Ctrl-C."""
-        self.may_leave: Callable[[], bool] = lambda: True
+        self.may_cancel: Callable[[], bool] = lambda: True
         self.before_exit: Callable[[], object] = lambda: None
         """Called before the process is ended at once."""
-        self._left = False
+        self._cancelled = False
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -56,9 +56,9 @@ class Stop:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
 
-        def leave() -> None:
-            if not self._left and self.may_leave():
-                self._left = True
+        def cancel() -> None:
+            if not self._cancelled and self.may_cancel():
+                self._cancelled = True
                 task.cancel()
 
         def handle(number: int, frame: Any) -> None:
@@ -66,7 +66,7 @@ class Stop:
                 self._end_at_once()
             self.by = self.by or ("Ctrl-C" if number == signal.SIGINT else "SIGTERM")
             self.asked = True
-            loop.call_soon_threadsafe(leave)
+            loop.call_soon_threadsafe(cancel)
             if number == signal.SIGINT:
                 _say(STOPPING)
 
@@ -103,7 +103,7 @@ class Stop:
             yield
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if not self._left or task is None:
+            if not self._cancelled or task is None:
                 raise
             task.uncancel()
             end()

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from agentgym_rl.training.ranks import Ranks, balanced
+from agentgym_rl.training.ranks import Ranks, balanced_shares
 
 
 class ProcessRanks(Ranks):
@@ -32,19 +32,19 @@ class ProcessRanks(Ranks):
         self._dtype = dtype
         self._mesh: DeviceMesh = init_device_mesh(torch.device(device).type, (self.size,))
 
-    def place(self, model: Any) -> None:
+    def prepare_model(self, model: Any) -> None:
         if self.shard and not hasattr(model, "gathered"):
             shard_model(model, self._mesh, self._dtype)
 
-    def mine(self, lengths: Sequence[int]) -> list[int]:
-        return balanced(lengths, self.size)[self.rank]
+    def local_indices(self, lengths: Sequence[int]) -> list[int]:
+        return balanced_shares(lengths, self.size)[self.rank]
 
-    def most(self, count: int) -> int:
+    def max_over_ranks(self, count: int) -> int:
         highest = torch.tensor(count, device=self._mesh.device_type)
         dist.all_reduce(highest, dist.ReduceOp.MAX)
         return int(highest)
 
-    def scaled(self, loss: Tensor) -> Tensor:
+    def scale_loss(self, loss: Tensor) -> Tensor:
         # FSDP averages over ranks. The option that changes it has another name in every release, so scale the loss.
         return loss * self.size if self.shard else loss
 
@@ -69,10 +69,10 @@ class ProcessRanks(Ranks):
                 "the last checkpoint, and report this as a bug"
             )
 
-    def whole(self, value: Tensor) -> Tensor:
+    def full_tensor(self, value: Tensor) -> Tensor:
         return value.full_tensor() if isinstance(value, DTensor) else value
 
-    def total(self, metrics: dict[str, float]) -> dict[str, float]:
+    def sum_over_ranks(self, metrics: dict[str, float]) -> dict[str, float]:
         gathered: list[dict[str, float]] = [{}] * self.size
         dist.all_gather_object(gathered, metrics)
         totals: dict[str, float] = defaultdict(float)

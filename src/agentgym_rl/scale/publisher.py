@@ -14,13 +14,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from agentgym_rl.errors import ConfigError, EngineError
-from agentgym_rl.scale.plan import Plan
+from agentgym_rl.scale.resource_plan import Plan
 from agentgym_rl.scale.shared_state import Published
 from agentgym_rl.scale.watch import require_none_failed
-from agentgym_rl.transport.device import DeviceWeights, Endpoint
+from agentgym_rl.transport.device import DEVICE_WEIGHTS_VARIABLE, DeviceWeights, Endpoint
 
-LEND_VARIABLE = "AGENTGYM_RL_LEND"
-"""Environment variable of the driver: `never`, or `always`, which includes CPUs and is meant for tests."""
+OLD_DEVICE_WEIGHTS_VARIABLE = "AGENTGYM_RL_LEND"
+"""Earlier name of the variable, still read."""
 REPORT_TIMEOUT_S = 60.0
 """Seconds that a process has to report why another one failed."""
 
@@ -49,9 +49,9 @@ class EngineLink(Protocol):
 
 def shares_device_memory(plan: Plan) -> bool:
     """Return whether ranks send weights to engines on their own device."""
-    setting = os.environ.get(LEND_VARIABLE, "")
+    setting = os.environ.get(DEVICE_WEIGHTS_VARIABLE, os.environ.get(OLD_DEVICE_WEIGHTS_VARIABLE, ""))
     if setting not in ("", "never", "always"):
-        raise ConfigError(f"{LEND_VARIABLE} must be never, always or unset, got {setting!r}")
+        raise ConfigError(f"{DEVICE_WEIGHTS_VARIABLE} must be never, always or unset, got {setting!r}")
     return plan.layout == "colocated" and (setting == "always" or (setting == "" and plan.device == "cuda"))
 
 

@@ -31,9 +31,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from agentgym_rl.errors import ConfigError, EngineError, WorkerLost
 from agentgym_rl.scale.host_scheduler import HostScheduler
-from agentgym_rl.scale.plan import Plan, bundles
 from agentgym_rl.scale.process_group import join, leave
 from agentgym_rl.scale.publisher import EngineLost, Publisher
+from agentgym_rl.scale.resource_plan import Plan, bundles
 from agentgym_rl.scale.routing import SessionRouter
 from agentgym_rl.scale.shared_state import Published, SharedState
 from agentgym_rl.scale.watch import POLL_INTERVAL_S, Nodes, Threads, connecting, keep_sigterm_handler, unless_one_fails
@@ -353,7 +353,7 @@ class RayApp:
         """Join or start a cluster, and choose the device by its resources."""
         if not ray.is_initialized():
             self._join()
-        self.plan = self.plan.decided(ray.cluster_resources())
+        self.plan = self.plan.resolved_for(ray.cluster_resources())
 
     async def start_learners(self, make_learner: Callable[[int, int], Any]) -> None:
         """Reserve the resources of all actors and start the learners."""

@@ -73,7 +73,7 @@ def grpo(episodes: list[Episode], settings: RLSettings) -> Estimate:
     deviation. Shao et al. 2024 (arXiv 2402.03300), Liu et al. 2025 (arXiv 2503.20783).
     """
 
-    def standardise(returns: Sequence[float], owners: Sequence[int]) -> list[float]:
+    def standardise(returns: Sequence[float], episode_indices: Sequence[int]) -> list[float]:
         return _standardise(returns, settings.normalize_std)
 
     return _by_group(episodes, settings, standardise)
@@ -101,7 +101,7 @@ def reinforce_plus_plus_baseline(episodes: list[Episode], settings: RLSettings) 
     A group with equal returns is 0 before the batch is standardised; the batch mean may still shift it.
     """
 
-    def subtract_mean(returns: Sequence[float], owners: Sequence[int]) -> list[float]:
+    def subtract_mean(returns: Sequence[float], episode_indices: Sequence[int]) -> list[float]:
         return _standardise(returns, divide=False)
 
     return Estimate(whiten(_by_group(episodes, settings, subtract_mean).advantages))
@@ -205,8 +205,8 @@ def _by_group(episodes: list[Episode], settings: RLSettings, baseline: Baseline)
             advantages = [[0.0] * len(group[0].rewards)]
         elif settings.credit == "turns":
             returns = [_discounted(e.turn_rewards, settings.turn_discount) for e in group]
-            owners = [i for i, row in enumerate(returns) for _ in row]
-            flat = iter(baseline([g for row in returns for g in row], owners))
+            episode_indices = [i for i, row in enumerate(returns) for _ in row]
+            flat = iter(baseline([g for row in returns for g in row], episode_indices))
             advantages = [[next(flat) for _ in row] for row in returns]
         else:
             totals = baseline([e.total for e in group], range(len(group)))
@@ -232,18 +232,18 @@ def _standardise(values: Sequence[float], divide: bool) -> list[float]:
     return [(v - mean) / scale for v in values]
 
 
-def _leave_one_out(values: Sequence[float], owners: Sequence[int]) -> list[float]:
-    """Subtract from each value the mean of those with another owner. Return 0 if there are none."""
+def _leave_one_out(values: Sequence[float], episode_indices: Sequence[int]) -> list[float]:
+    """Subtract from each value the mean of those of other episodes. Return 0 if there are none."""
     if not values or max(values) - min(values) < EPSILON:
         return [0.0] * len(values)
     total, count = math.fsum(values), len(values)
-    own: dict[int, list[float]] = defaultdict(list)
-    for value, owner in zip(values, owners, strict=True):
-        own[owner].append(value)
-    sums = {owner: (math.fsum(own_values), len(own_values)) for owner, own_values in own.items()}
+    by_episode: dict[int, list[float]] = defaultdict(list)
+    for value, episode in zip(values, episode_indices, strict=True):
+        by_episode[episode].append(value)
+    sums = {episode: (math.fsum(own_values), len(own_values)) for episode, own_values in by_episode.items()}
     return [
-        value - (total - sums[owner][0]) / (count - sums[owner][1]) if count > sums[owner][1] else 0.0
-        for value, owner in zip(values, owners, strict=True)
+        value - (total - sums[episode][0]) / (count - sums[episode][1]) if count > sums[episode][1] else 0.0
+        for value, episode in zip(values, episode_indices, strict=True)
     ]
 
 

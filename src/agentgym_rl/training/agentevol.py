@@ -13,7 +13,7 @@ from agentgym_rl.training.settings import AgentEvolSettings
 from agentgym_rl.types import Group, Task, Trajectory
 
 
-def keep(groups: list[Group], settings: AgentEvolSettings, seed: int | str) -> list[Trajectory]:
+def select_episodes(groups: list[Group], settings: AgentEvolSettings, seed: int | str) -> list[Trajectory]:
     """Return episodes with a reward of at least `min_reward`, at most `keep_per_item` of each item.
 
     The choice depends on the episodes and the seed, not on their order.

@@ -12,7 +12,7 @@ import torch
 from agentgym_rl.training.advantages import EPSILON, ESTIMATORS, Episode
 from agentgym_rl.training.distill import with_teacher
 from agentgym_rl.training.losses import KL_ESTIMATORS
-from agentgym_rl.training.ranks import balanced
+from agentgym_rl.training.ranks import balanced_shares
 from agentgym_rl.training.settings import ZERO_VARIANCE_ALGORITHMS, RLSettings
 from agentgym_rl.types import Group, Limits, Sample, StopReason, Trajectory, in_order
 
@@ -25,13 +25,13 @@ class Batch:
 
     samples: list[Sample] = field(default_factory=list)
     """Samples to run through the model; those of one episode are adjacent."""
-    owners: list[int] = field(default_factory=list)
+    episode_of_sample: list[int] = field(default_factory=list)
     """Index of each sample's episode; empty if every sample is an episode."""
     episodes: list[Episode] = field(default_factory=list)
     """Input of the estimator for each episode."""
     truncated: list[bool] = field(default_factory=list)
     """True if the episode was truncated, so that PPO can bootstrap."""
-    unread: list[bool] = field(default_factory=list)
+    last_observation_missing: list[bool] = field(default_factory=list)
     """True if the state it was truncated in has no tokens, so that the critic cannot read it."""
     masked: list[bool] = field(default_factory=list)
     """True if the episode counts in the comparison but is not trained on."""
@@ -78,13 +78,13 @@ def _distribute(samples: Sequence[Sample], name: str, values: list[float]) -> No
         setattr(sample, name, [values[k] for k in sample.order] if len(samples) > 1 else values)
 
 
-def samples_by_owner(batch: Batch) -> list[list[int]]:
+def samples_by_episode(batch: Batch) -> list[list[int]]:
     """Return the indices of each episode's samples."""
     indices: list[list[int]] = []
-    for i, owner in enumerate(batch.owners or range(len(batch.samples))):
-        if owner == len(indices):
+    for i, episode in enumerate(batch.episode_of_sample or range(len(batch.samples))):
+        if episode == len(indices):
             indices.append([])
-        indices[owner].append(i)
+        indices[episode].append(i)
     return indices
 
 
@@ -109,24 +109,24 @@ def gather(groups: list[Group], settings: RLSettings, limits: Mapping[str, Limit
                 lengths = [len(m.token_ids) for m in trajectory.messages if m.is_reply]
                 rewards = [r - overlong_penalty(n, longest, settings) for r, n in zip(rewards, lengths, strict=True)]
             batch.samples += samples
-            batch.owners += [len(batch.episodes)] * len(samples)
+            batch.episode_of_sample += [len(batch.episodes)] * len(samples)
             batch.episodes.append(
                 Episode(number, rewards, counts, states=[info.get("state_key") for info in trajectory.infos])
             )
             batch.truncated.append(trajectory.stop is not None and trajectory.stop.truncated)
-            batch.unread.append(_ends_unread(trajectory))
+            batch.last_observation_missing.append(_last_observation_missing(trajectory))
             batch.masked.append(settings.overlong == "mask" and trajectory.stop in _OVERLONG)
     return batch
 
 
-def _ends_unread(trajectory: Trajectory) -> bool:
+def _last_observation_missing(trajectory: Trajectory) -> bool:
     """Return whether the last observation did not fit into the context or did not arrive before the deadline.
 
     The sample then ends with a whole reply. No token is ever sampled there, so the critic learns no value for it. The
     same holds if the observation started a new segment, because a segment without a reply is no sample."""
     last = trajectory.messages[-1]
-    unread = last.role != "assistant" and (not last.token_ids or last.prefix is not None)
-    return trajectory.stop is StopReason.TIMEOUT or unread
+    not_encoded = last.role != "assistant" and (not last.token_ids or last.prefix is not None)
+    return trajectory.stop is StopReason.TIMEOUT or not_encoded
 
 
 def _value_after(episode: Episode, settings: RLSettings) -> float:
@@ -152,9 +152,9 @@ def estimate(batch: Batch, settings: RLSettings, kl_coef: float = 0.0) -> Batch:
     For ppo the samples must hold values, for distillation the teacher's log-probabilities. For KL in the reward,
     weighted by `kl_coef`, they must hold old and reference log-probabilities.
     """
-    segments = [[batch.samples[i] for i in own] for own in samples_by_owner(batch)]
-    for samples, episode, truncated, unread in zip(
-        segments, batch.episodes, batch.truncated, batch.unread, strict=True
+    segments = [[batch.samples[i] for i in indices] for indices in samples_by_episode(batch)]
+    for samples, episode, truncated, missing in zip(
+        segments, batch.episodes, batch.truncated, batch.last_observation_missing, strict=True
     ):
         if settings.kl_in == "reward" and kl_coef:
             old, reference = (torch.tensor(in_order(samples, f"{name}_logprobs")) for name in ("old", "reference"))
@@ -164,7 +164,7 @@ def estimate(batch: Batch, settings: RLSettings, kl_coef: float = 0.0) -> Batch:
         if truncated and settings.bootstrap and episode.values:
             # The segment whose last token was sampled last is the one that the episode ended in.
             last = max(samples, key=lambda sample: sample.order[-1:])
-            episode.last_value = _value_after(episode, settings) if unread else last.last_value
+            episode.last_value = _value_after(episode, settings) if missing else last.last_value
     estimated = ESTIMATORS[settings.algorithm](batch.episodes, settings)
     for samples, advantages in zip(segments, estimated.advantages, strict=True):
         _distribute(samples, "advantages", advantages)
@@ -194,10 +194,10 @@ def _trained(batch: Batch, segments: list[list[Sample]], settings: RLSettings) -
     kept = [i for i in trained if batch.episodes[i].group not in dropped]
     return Batch(
         samples=[sample for i in kept for sample in segments[i]],
-        owners=[owner for owner, i in enumerate(kept) for _ in segments[i]],
+        episode_of_sample=[episode for episode, i in enumerate(kept) for _ in segments[i]],
         episodes=[batch.episodes[i] for i in kept],
         truncated=[batch.truncated[i] for i in kept],
-        unread=[batch.unread[i] for i in kept],
+        last_observation_missing=[batch.last_observation_missing[i] for i in kept],
         masked=[False] * len(kept),
         weights=[weight_of[i] for i in kept for _ in segments[i]],
         zero_variance_groups=len(flat),
@@ -215,24 +215,24 @@ def _flat_groups(batch: Batch, segments: list[list[Sample]]) -> set[int]:
 
 
 def token_weights(
-    samples: list[Sample], aggregate: str, aggregate_length: int = 1, owners: Sequence[int] = ()
+    samples: list[Sample], aggregate: str, aggregate_length: int = 1, episode_of_sample: Sequence[int] = ()
 ) -> list[float]:
-    """Return the weight of an action token of each sample. `owners` are the samples' episodes; by default each has one.
+    """Return the weight of an action token of each sample. By default each sample is an episode.
 
     token: 1 / all action tokens. trajectory: 1 / (episodes * tokens of the episode). constant: 1 / (episodes *
     aggregate_length).
     """
     if not samples:
         return []
-    owners = owners or range(len(samples))
+    episode_of_sample = episode_of_sample or range(len(samples))
     counts: Counter[int] = Counter()
-    for owner, sample in zip(owners, samples, strict=True):
-        counts[owner] += sum(sample.loss_mask)
+    for episode, sample in zip(episode_of_sample, samples, strict=True):
+        counts[episode] += sum(sample.loss_mask)
     if aggregate == "token":
         return [1.0 / counts.total()] * len(samples)
     if aggregate == "constant":
         return [1.0 / (len(counts) * aggregate_length)] * len(samples)
-    return [1.0 / (len(counts) * counts[owner]) for owner in owners]
+    return [1.0 / (len(counts) * counts[episode]) for episode in episode_of_sample]
 
 
 def shuffled_parts(count: int, minibatches: int, seed: int) -> list[list[int]]:
@@ -245,8 +245,11 @@ def shuffled_parts(count: int, minibatches: int, seed: int) -> list[list[int]]:
 
 def sample_parts(batch: Batch, minibatches: int, seed: int) -> list[list[int]]:
     """Return the sample indices of each update of a pass: equal shares of episodes, each with all its samples."""
-    own = samples_by_owner(batch)
-    return [[i for owner in part for i in own[owner]] for part in shuffled_parts(len(own), minibatches, seed)]
+    by_episode = samples_by_episode(batch)
+    return [
+        [i for episode in part for i in by_episode[episode]]
+        for part in shuffled_parts(len(by_episode), minibatches, seed)
+    ]
 
 
 def split_batch(batch: Batch, size: int, minibatches: int, seed: int) -> tuple[list[Batch], list[list[int]]]:
@@ -258,7 +261,7 @@ def split_batch(batch: Batch, size: int, minibatches: int, seed: int) -> tuple[l
     shares = [Batch(groups=batch.groups, zero_variance_groups=batch.zero_variance_groups) for _ in range(size)]
     indices: list[list[int]] = [[] for _ in range(size)]
     for part in sample_parts(batch, minibatches, seed):
-        split = balanced([len(batch.samples[i].token_ids) for i in part], size)
+        split = balanced_shares([len(batch.samples[i].token_ids) for i in part], size)
         for share, share_indices, chosen in zip(shares, indices, split, strict=True):
             share.parts.append(list(range(len(share_indices), len(share_indices) + len(chosen))))
             share_indices += [part[i] for i in chosen]

@@ -51,7 +51,7 @@ def staged(root: Path, step: int, keep: int) -> Iterator[Path]:
     """
     final = checkpoint_path(root, step)
     temporary, aside = root / f".{final.name}.tmp", root / f".{final.name}.old"
-    put_back(root)
+    restore_interrupted(root)
     for leftover in root.glob(".step_*.tmp"):  # from a process that was killed
         shutil.rmtree(leftover)
     temporary.mkdir(parents=True)
@@ -74,7 +74,7 @@ def staged(root: Path, step: int, keep: int) -> Iterator[Path]:
         shutil.rmtree(removed)
 
 
-def put_back(root: Path) -> None:
+def restore_interrupted(root: Path) -> None:
     """Restore the name of a checkpoint that `staged` renamed but did not replace because it was killed."""
     for aside in root.glob(".step_*.old"):
         final = root / aside.name.removeprefix(".").removesuffix(".old")

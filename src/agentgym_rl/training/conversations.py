@@ -43,7 +43,7 @@ class Conversation:
     """JSON schemas of the tools that the agent was offered."""
 
 
-def of_trajectory(trajectory: Trajectory) -> Conversation:
+def to_conversation(trajectory: Trajectory) -> Conversation:
     """Return a trajectory as a conversation. Every reply is imitated except injected mistakes.
 
     Token ids and log-probabilities are dropped, because they belong to one tokenizer.
@@ -137,7 +137,7 @@ def convert(patterns: list[str], out: Path, *, keep_all: bool) -> int:
     if other_files:
         raise ConfigError(f"convert needs files of trajectories (.jsonl), got {other_files[0]}")
     episodes = (t for t in read_trajectory_files(paths) if keep_all or t.success)
-    return write_conversations(map(of_trajectory, episodes), out)
+    return write_conversations(map(to_conversation, episodes), out)
 
 
 def _from_row(row: dict[str, Any]) -> Conversation:

@@ -15,7 +15,7 @@ from agentgym_rl.training.learner import Updater
 from agentgym_rl.training.losses import value_loss
 from agentgym_rl.training.microbatch import MicroBatch
 from agentgym_rl.training.model import ModelContext, hidden_states, states_at_end, states_before_actions
-from agentgym_rl.training.ranks import ALONE, Ranks
+from agentgym_rl.training.ranks import SINGLE_PROCESS, Ranks
 from agentgym_rl.training.settings import CriticSettings
 
 
@@ -47,7 +47,9 @@ class ValueModel(nn.Module):
 class Critic(Updater):
     """Trains values by regression on returns."""
 
-    def __init__(self, model: ValueModel, settings: CriticSettings, total_updates: int, ranks: Ranks = ALONE) -> None:
+    def __init__(
+        self, model: ValueModel, settings: CriticSettings, total_updates: int, ranks: Ranks = SINGLE_PROCESS
+    ) -> None:
         with model.switch():
             super().__init__(model, settings.optimizer, total_updates, ranks)
         self._bound = settings.clip

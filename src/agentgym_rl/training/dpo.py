@@ -20,7 +20,7 @@ from agentgym_rl.errors import ConfigError
 from agentgym_rl.training.learner import Updater, idle_passes
 from agentgym_rl.training.microbatch import MicroBatch, micro_batches
 from agentgym_rl.training.model import action_logprobs, check_plain_head
-from agentgym_rl.training.ranks import ALONE, Ranks
+from agentgym_rl.training.ranks import SINGLE_PROCESS, Ranks
 from agentgym_rl.training.settings import DPOSettings
 from agentgym_rl.types import Group, Sample, Task, Trajectory
 
@@ -99,25 +99,27 @@ def pair_batches(
 
 
 @torch.no_grad()
-def sequence_logprobs(model: Any, samples: list[Sample], max_tokens: int, ranks: Ranks = ALONE) -> list[float]:
+def sequence_logprobs(model: Any, samples: list[Sample], max_tokens: int, ranks: Ranks = SINGLE_PROCESS) -> list[float]:
     """Return the summed log-probability of each sample's trained tokens. Ranks compute shares and exchange results."""
     check_plain_head(model)
-    ranks.place(model)
+    ranks.prepare_model(model)
     model.eval()
-    mine = ranks.mine([len(s.token_ids) for s in samples])
-    batches = micro_batches([samples[i] for i in mine], [1.0] * len(mine), max_tokens, model.device)
+    local = ranks.local_indices([len(s.token_ids) for s in samples])
+    batches = micro_batches([samples[i] for i in local], [1.0] * len(local), max_tokens, model.device)
     by_index: dict[str, float] = {}
     for micro in batches:
         logprobs_A, _ = action_logprobs(model, micro, temperature=1.0)
         sums = torch.zeros(len(micro.indices), device=model.device).index_add_(0, micro.rows_A, logprobs_A)
-        by_index |= {str(mine[index]): value for index, value in zip(micro.indices, sums.tolist(), strict=True)}
+        by_index |= {str(local[index]): value for index, value in zip(micro.indices, sums.tolist(), strict=True)}
     for micro in idle_passes(len(batches), ranks, model.device):
         action_logprobs(model, micro, temperature=1.0)
-    by_index = ranks.total(by_index)
+    by_index = ranks.sum_over_ranks(by_index)
     return [by_index[str(i)] for i in range(len(samples))]
 
 
-def prefer(model: Any, pairs: list[tuple[Sample, Sample]], max_tokens: int, ranks: Ranks = ALONE) -> list[Preference]:
+def make_preferences(
+    model: Any, pairs: list[tuple[Sample, Sample]], max_tokens: int, ranks: Ranks = SINGLE_PROCESS
+) -> list[Preference]:
     """Return the pairs with the log-probabilities of `model`, the reference, which is not needed afterwards."""
     halves = [sample for pair in pairs for sample in pair]
     logprobs = sequence_logprobs(model, halves, max_tokens, ranks)
@@ -128,7 +130,7 @@ class DPO(Updater):
     """`epochs` passes over the pairs in a seeded order. To resume, only the number of updates is needed."""
 
     def __init__(
-        self, model: Any, pairs: list[Preference], settings: DPOSettings, seed: int | str, ranks: Ranks = ALONE
+        self, model: Any, pairs: list[Preference], settings: DPOSettings, seed: int | str, ranks: Ranks = SINGLE_PROCESS
     ) -> None:
         if not pairs:
             raise ConfigError("DPO needs at least one pair of episodes, got none")
@@ -145,12 +147,12 @@ class DPO(Updater):
         random.Random(f"{self._seed}/{epoch}").shuffle(order)
         size = self._dpo.batch_size
         batch = order[place * size : (place + 1) * size]
-        return self.prefer(batch) | {"epoch": epoch + 1.0, "pairs": float(len(batch))}
+        return self.update_on(batch) | {"epoch": epoch + 1.0, "pairs": float(len(batch))}
 
-    def prefer(self, pairs: list[Preference]) -> dict[str, float]:
+    def update_on(self, pairs: list[Preference]) -> dict[str, float]:
         """Make one update on the mean loss of `pairs`, of which every rank takes its share."""
-        mine = [pairs[i] for i in self.ranks.mine([pair.num_tokens for pair in pairs])]
-        batches = pair_batches(mine, self.settings.micro_batch_tokens, self.model.device)
+        local = [pairs[i] for i in self.ranks.local_indices([pair.num_tokens for pair in pairs])]
+        batches = pair_batches(local, self.settings.micro_batch_tokens, self.model.device)
         batches += [(micro, []) for micro in idle_passes(len(batches), self.ranks, self.model.device)]
         pairs_of = {id(micro): chunk for micro, chunk in batches}
         return self.update([micro for micro, _ in batches], lambda m: self._loss(m, pairs_of[id(m)], len(pairs)))

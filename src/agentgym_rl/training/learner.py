@@ -19,7 +19,7 @@ from agentgym_rl.training.device.optimizer import MasterAdamW, clip, collecting,
 from agentgym_rl.training.device.packed import capture_passes
 from agentgym_rl.training.microbatch import MicroBatch, micro_batches
 from agentgym_rl.training.model import action_logprobs, check_plain_head
-from agentgym_rl.training.ranks import ALONE, Ranks
+from agentgym_rl.training.ranks import SINGLE_PROCESS, Ranks
 from agentgym_rl.training.settings import OptimizerSettings
 from agentgym_rl.types import Sample
 
@@ -30,10 +30,12 @@ MicroLoss = Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 class Updater:
     """A model with its optimizer and learning-rate schedule. Subclasses add the loss."""
 
-    def __init__(self, model: Any, settings: OptimizerSettings, total_updates: int, ranks: Ranks = ALONE) -> None:
+    def __init__(
+        self, model: Any, settings: OptimizerSettings, total_updates: int, ranks: Ranks = SINGLE_PROCESS
+    ) -> None:
         self.model, self.settings, self.total_updates, self.ranks = model, settings, total_updates, ranks
         self.updates = 0
-        ranks.place(model)
+        ranks.prepare_model(model)
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._names, self._parameters = [name for name, _ in trained], [p for _, p in trained]
         self._optimizer = make_optimizer(self._parameters, settings)
@@ -71,12 +73,12 @@ class Updater:
         with collecting(self._optimizer, several=len(batches) > 1) as after_pass:
             for batch in batches:
                 value, metrics = loss(batch)
-                self.ranks.scaled(value).backward()
+                self.ranks.scale_loss(value).backward()
                 after_pass()
                 for name, tensor in {"loss": value, **metrics}.items():
                     totals[name] += tensor.detach()
         self.ranks.reduce_gradients(gradients(self._optimizer, self._parameters))
-        norm = self.ranks.whole(clip(self._optimizer, self._parameters, self.settings.max_grad_norm or math.inf))
+        norm = self.ranks.full_tensor(clip(self._optimizer, self._parameters, self.settings.max_grad_norm or math.inf))
         lr = self.learning_rate(self.updates)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
@@ -86,7 +88,7 @@ class Updater:
         self.ranks.require_equal(zip(self._names, self._parameters, strict=True))
         self._optimizer.zero_grad(set_to_none=True)
         self.updates += 1
-        summed = self.ranks.total({name: float(t) for name, t in totals.items()})
+        summed = self.ranks.sum_over_ranks({name: float(t) for name, t in totals.items()})
         return summed | {"grad/norm": float(norm), "lr": lr, "skipped": skipped}
 
     def state(self) -> dict[str, Any]:
@@ -105,14 +107,16 @@ class Updater:
 class Imitator(Updater):
     """Supervised fine-tuning: mean negative log-likelihood over the action tokens of a batch."""
 
-    def __init__(self, model: Any, settings: OptimizerSettings, total_updates: int, ranks: Ranks = ALONE) -> None:
+    def __init__(
+        self, model: Any, settings: OptimizerSettings, total_updates: int, ranks: Ranks = SINGLE_PROCESS
+    ) -> None:
         check_plain_head(model)
         super().__init__(model, settings, total_updates, ranks)
 
     def imitate(self, samples: list[Sample]) -> dict[str, float]:
         weights = token_weights(samples, "token")
-        mine = self.ranks.mine([len(s.token_ids) for s in samples])
-        batches = self.micro_batches([samples[i] for i in mine], [weights[i] for i in mine])
+        local = self.ranks.local_indices([len(s.token_ids) for s in samples])
+        batches = self.micro_batches([samples[i] for i in local], [weights[i] for i in local])
         return self.update(batches, self._loss)
 
     def _loss(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -122,7 +126,7 @@ class Imitator(Updater):
 
 def idle_passes(count: int, ranks: Ranks, device: torch.device | str) -> list[MicroBatch]:
     """Return empty micro-batches, so that a rank with `count` makes as many passes as the rank with the most."""
-    return [micro_batches([_idle_sample()], [0.0], 2, device)[0] for _ in range(ranks.most(count) - count)]
+    return [micro_batches([_idle_sample()], [0.0], 2, device)[0] for _ in range(ranks.max_over_ranks(count) - count)]
 
 
 def _idle_sample() -> Sample:

@@ -19,7 +19,7 @@ from agentgym_rl.common.model_loading import loading_lock
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.training.device.head import head_logprobs
 from agentgym_rl.training.device.packed import packed_states, padded_states, why_not_packed
-from agentgym_rl.training.lookup import find_model
+from agentgym_rl.training.locate_model import find_model
 from agentgym_rl.training.microbatch import MicroBatch
 
 transformers_logging.disable_progress_bar()  # it would break the console's lines when a checkpoint is saved
@@ -31,7 +31,7 @@ ModelContext = Callable[[], AbstractContextManager[Any]]
 def load_model(path: str, *, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
     """Return (model, tokenizer) from a Hugging Face folder or hub name, ready to sample and to train."""
     tokenizer = load_tokenizer(path)
-    with _or_reason(path, "model") as name:
+    with _explain_load_errors(path, "model") as name:
         options = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # for our own error message
         with loading_lock:
             model, loading = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
@@ -43,12 +43,12 @@ def load_model(path: str, *, device: str, dtype: torch.dtype) -> tuple[Any, Any]
 
 
 def load_tokenizer(path: str) -> Any:
-    with _or_reason(path, "tokenizer") as name:
+    with _explain_load_errors(path, "tokenizer") as name:
         return AutoTokenizer.from_pretrained(name)
 
 
 @contextmanager
-def _or_reason(path: str, what: str) -> Iterator[str]:
+def _explain_load_errors(path: str, what: str) -> Iterator[str]:
     """Yield the folder or hub name to load. Turn any loading error into a ConfigError of one line."""
     name = find_model(path)
     try:

@@ -18,18 +18,18 @@ class Ranks:
     rank = 0
     size = 1
 
-    def place(self, model: Any) -> None:
+    def prepare_model(self, model: Any) -> None:
         """Prepare a model in place before the optimizer reads its parameters. A second call does nothing."""
 
-    def mine(self, lengths: Sequence[int]) -> list[int]:
+    def local_indices(self, lengths: Sequence[int]) -> list[int]:
         """Return the indices of this rank's samples, given the lengths of all."""
         return list(range(len(lengths)))
 
-    def most(self, count: int) -> int:
+    def max_over_ranks(self, count: int) -> int:
         """Return the largest `count` of any rank."""
         return count
 
-    def scaled(self, loss: Tensor) -> Tensor:
+    def scale_loss(self, loss: Tensor) -> Tensor:
         """Return the loss to call backward on."""
         return loss
 
@@ -39,19 +39,19 @@ class Ranks:
     def require_equal(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Raise RuntimeError if the copies of a tensor differ between ranks."""
 
-    def whole(self, value: Tensor) -> Tensor:
+    def full_tensor(self, value: Tensor) -> Tensor:
         """Return the full tensor of one that may be sharded over ranks."""
         return value
 
-    def total(self, metrics: dict[str, float]) -> dict[str, float]:
+    def sum_over_ranks(self, metrics: dict[str, float]) -> dict[str, float]:
         """Return the sums over ranks by name. A rank may lack names that others have."""
         return metrics
 
 
-ALONE = Ranks()
+SINGLE_PROCESS = Ranks()
 
 
-def balanced(lengths: Sequence[int], size: int) -> list[list[int]]:
+def balanced_shares(lengths: Sequence[int], size: int) -> list[list[int]]:
     """Split indices into `size` shares of about equal total length: longest first, each to the smallest share."""
     shares: list[list[int]] = [[] for _ in range(size)]
     loads = [0] * size

@@ -14,15 +14,16 @@ from agentgym_rl.common.seeds import derive_seed
 from agentgym_rl.errors import EngineError, EnvError
 from agentgym_rl.training.batch import Batch, equal_rewards, estimate, gather
 from agentgym_rl.training.distill import teacher_metrics
+from agentgym_rl.training.group_queue import GroupQueue, QueuedGroup
 from agentgym_rl.training.horizon import Horizon
 from agentgym_rl.training.metrics import episode_metrics
 from agentgym_rl.training.rl_learner import policy_metrics
 from agentgym_rl.training.settings import RLSettings
-from agentgym_rl.training.tasks import TaskSource
+from agentgym_rl.training.task_source import TaskSource
 from agentgym_rl.types import Collect, Group, Limits, Sample, StopReason, Task, Trajectory
 
 MONITORED_EPISODES = 32
-"""Episodes that the learner assesses, for metrics only, in a step without anything to learn from."""
+"""Episodes that the learner scores, for metrics only, in a step without anything to learn from."""
 
 
 class Learner(Protocol):
@@ -30,7 +31,7 @@ class Learner(Protocol):
 
     @property
     def kl_coef(self) -> float: ...
-    def assess(self, samples: list[Sample], *, own: bool = False) -> None: ...
+    def score(self, samples: list[Sample], *, policy_only: bool = False) -> None: ...
     def learn(self, batch: Batch, seed: int) -> dict[str, float]: ...
 
 
@@ -64,6 +65,10 @@ class RLState:
     """With overlap: the next step's episodes, already played with older weights."""
     played_s: float = 0.0
     """Seconds it took to play them."""
+    queued: list[QueuedGroup] = field(default_factory=list)
+    """With max_staleness: groups that were started and not learned from."""
+    started_steps: int = 0
+    """With max_staleness: steps whose groups were started."""
 
     def state(self) -> dict[str, Any]:
         return {
@@ -73,6 +78,8 @@ class RLState:
             "version": self.version,
             "played": [[t.to_json() for t in group.trajectories] for group in self.played],
             "played_s": self.played_s if self.played else 0.0,
+            "queued": [queued.to_json() for queued in self.queued],
+            "started_steps": self.started_steps,
         }
 
     def restore(self, state: Mapping[str, Any], step: int) -> None:
@@ -82,9 +89,11 @@ class RLState:
         groups = [[Trajectory.from_json(line) for line in lines] for lines in state["played"]]
         self.played = [Group(trajectories[0].task, trajectories) for trajectories in groups]
         self.version, self.played_s = state["version"], state["played_s"]
+        self.queued = [QueuedGroup.from_json(row) for row in state.get("queued", ())]
+        self.started_steps = state.get("started_steps", step)
         self.step, self.sampled = step, state["sampled"]
 
-    def over(self, settings: RLSettings) -> bool:
+    def is_finished(self, settings: RLSettings) -> bool:
         """Return whether the run has reached its steps or its token budget."""
         return self.step >= settings.steps or 0 < settings.token_budget <= self.sampled
 
@@ -108,44 +117,53 @@ async def train_rl(
 ) -> None:
     """Train until the state is `over`. `limits` are by environment; the horizon overrides their max_turns.
 
-    With `overlap` the learner works in a thread while the next step's episodes are played with the current weights.
-    The engine then needs its own copy of the weights.
+    With `overlap` the learner works in a thread while the next step's episodes are played with the current weights;
+    with `max_staleness`, while groups of later steps are played. The engine then needs its own copy of the weights.
     """
-    while not state.over(settings):
-        step, started = state.step, time.perf_counter()
-        if not state.played:
-            await _play_step(step, state, collect, limits, settings, seed)
-        groups, rollout_s = state.played, state.played_s
-        state.played = []
-        hooks.record(step + 1, groups)
-        sampled = state.sampled + _sampled_tokens(groups)
-        metrics: dict[str, float | str] = {**episode_metrics(groups, state.horizons), "tokens/total": float(sampled)}
-        _require_episodes(groups, step)
-        _require_judged(groups, step)
-        metrics |= {f"horizon/{env}": float(h.turns) for env, h in state.horizons.items()}
-        _advance(state.horizons, groups)
-        learning_since = time.perf_counter()
-        if settings.overlap and not replace(state, step=step + 1, sampled=sampled).over(settings):
-            # No TaskGroup: an error must be raised as it is, not inside an ExceptionGroup.
-            playing = asyncio.create_task(_play_step(step + 1, state, collect, limits, settings, seed))
-            try:
-                learned, samples = await asyncio.to_thread(_learn, groups, state, learner, limits, settings, seed)
-            except BaseException:
-                playing.cancel()
-                await asyncio.gather(playing, return_exceptions=True)
-                raise
-            await playing
-        else:
-            learned, samples = _learn(groups, state, learner, limits, settings, seed)
-        if samples:
-            state.version += 1
-            await publish(state.version)
-        now = time.perf_counter()
-        metrics |= learned | _times(rollout_s, now - learning_since, now - started, metrics)
-        hooks.learned(step + 1, samples)
-        state.step, state.sampled = step + 1, sampled
-        hooks.log(state.step, metrics)
-        await hooks.after_step(state.step)
+    async with GroupQueue(collect, limits, state.queued) as queue:
+        while not state.is_finished(settings):
+            step, started = state.step, time.perf_counter()
+            if settings.max_staleness:
+                await _take_step(step, state, queue, settings, seed)
+            elif not state.played:
+                await _play_step(step, state, collect, limits, settings, seed)
+            groups, rollout_s = state.played, state.played_s
+            state.played = []
+            hooks.record(step + 1, groups)
+            sampled = state.sampled + _sampled_tokens(groups)
+            metrics: dict[str, float | str] = {**episode_metrics(groups, state.horizons)}
+            metrics["tokens/total"] = float(sampled)
+            _require_episodes(groups, step)
+            _require_judged(groups, step)
+            metrics |= {f"horizon/{env}": float(h.turns) for env, h in state.horizons.items()}
+            _advance(state.horizons, groups)
+            learning_since = time.perf_counter()
+            arguments = groups, state, learner, limits, settings, seed
+            if settings.max_staleness:
+                learned, samples = await asyncio.to_thread(_learn, *arguments)
+            elif settings.overlap and not replace(state, step=step + 1, sampled=sampled).is_finished(settings):
+                # No TaskGroup: an error must be raised as it is, not inside an ExceptionGroup.
+                playing = asyncio.create_task(_play_step(step + 1, state, collect, limits, settings, seed))
+                try:
+                    learned, samples = await asyncio.to_thread(_learn, *arguments)
+                except BaseException:
+                    playing.cancel()
+                    await asyncio.gather(playing, return_exceptions=True)
+                    raise
+                await playing
+            else:
+                learned, samples = _learn(*arguments)
+            if samples:
+                state.version += 1
+                await publish(state.version)
+            now = time.perf_counter()
+            if settings.max_staleness:  # episodes were played during the whole step
+                metrics["time/wait_s"], rollout_s = rollout_s, now - started
+            metrics |= learned | _times(rollout_s, now - learning_since, now - started, metrics)
+            hooks.learned(step + 1, samples)
+            state.step, state.sampled = step + 1, sampled
+            hooks.log(state.step, metrics)
+            await hooks.after_step(state.step)
 
 
 def _sampled_tokens(groups: list[Group]) -> int:
@@ -164,20 +182,20 @@ def _learn(
     """Learn from a step's groups. Return (metrics, trained samples)."""
     batch = played = gather(groups, settings, limits)
     if settings.algorithm == "ppo" or settings.kl_in == "reward" or settings.distill is not None:
-        learner.assess(batch.samples)
+        learner.score(batch.samples)
     batch = estimate(batch, settings, learner.kl_coef)
     metrics: dict[str, float | str] = {
         "groups/zero_variance": batch.zero_variance_groups / max(1, batch.groups),
         "samples": float(len(batch.samples)),
         "importance": settings.importance,
-        **_staleness(batch.samples, state.version, settings.overlap),
+        **_staleness(batch.samples, state.version, settings.overlap or settings.max_staleness),
         **teacher_metrics(played.samples),
     }
     if batch.samples:
         metrics |= learner.learn(batch, derive_seed(seed, "minibatches", state.step))
-    if "mismatch/abs" not in metrics:  # no policy update: assess a few samples, so that the metrics are there
+    if "mismatch/abs" not in metrics:  # no policy update: score a few samples, so that the metrics are there
         monitored = played.samples[:MONITORED_EPISODES]
-        learner.assess(monitored, own=True)
+        learner.score(monitored, policy_only=True)
         metrics |= policy_metrics(monitored)
     return metrics, batch.samples
 
@@ -211,6 +229,20 @@ async def _play_step(
             if wanted <= 0:
                 break
     state.played, state.played_s = groups, time.perf_counter() - started
+
+
+async def _take_step(step: int, state: RLState, queue: GroupQueue, settings: RLSettings, seed: int) -> None:
+    """Start the groups of steps up to max_staleness ahead, and take a step's groups into `state.played`."""
+    started = time.perf_counter()
+    while state.started_steps < min(settings.steps, step + settings.max_staleness + 1):
+        for index, task in enumerate(state.tasks.take(settings.groups_per_step)):
+            group_seed = derive_seed(seed, "rollout", state.started_steps, "group", index)
+            queue.groups.append(QueuedGroup(task, state.horizons[task.env].turns, group_seed))
+        state.started_steps += 1
+    queue.play()
+    with rare_collections():
+        state.played = await queue.take(settings.groups_per_step)
+    state.played_s = time.perf_counter() - started
 
 
 async def _collect(

@@ -1,4 +1,4 @@
-"""The learner of online RL: it assesses samples and updates the policy on them.
+"""The learner of online RL: it scores samples and updates the policy on them.
 
 Shapes: A action tokens of a micro-batch.
 """
@@ -21,7 +21,7 @@ from agentgym_rl.training.losses import CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSE
 from agentgym_rl.training.metrics import turn_name
 from agentgym_rl.training.microbatch import MicroBatch
 from agentgym_rl.training.model import ModelContext, action_logprobs, check_plain_head
-from agentgym_rl.training.ranks import ALONE, Ranks
+from agentgym_rl.training.ranks import SINGLE_PROCESS, Ranks
 from agentgym_rl.training.settings import RLSettings
 from agentgym_rl.types import Sample
 
@@ -39,7 +39,7 @@ class RLLearner(Updater):
         temperature: float,
         reference: ModelContext | None = None,
         critic: ValueModel | None = None,
-        ranks: Ranks = ALONE,
+        ranks: Ranks = SINGLE_PROCESS,
         teacher: ModelContext | None = None,
     ) -> None:
         check_plain_head(model)
@@ -49,7 +49,7 @@ class RLLearner(Updater):
             reference = None
         elif reference is None:
             frozen = freeze(copy.deepcopy(model))
-            ranks.place(frozen)
+            ranks.prepare_model(frozen)
             reference = lambda: nullcontext(frozen)  # noqa: E731
         if settings.algorithm == "ppo" and critic is None:
             critic = ValueModel(copy.deepcopy(model.get_decoder()), model.config.hidden_size)
@@ -64,20 +64,21 @@ class RLLearner(Updater):
             assert critic is not None
             self.critic = Critic(critic, settings.critic, total, ranks)
 
-    def assess(self, samples: list[Sample], *, own: bool = False) -> None:
+    def score(self, samples: list[Sample], *, policy_only: bool = False) -> None:
         """Add what the estimator or the loss needs from the models before an update, to samples that lack it.
 
         That is: this policy's log-probabilities, if it is updated more than once or KL is in the reward; the
-        reference's and the teacher's, if they are used; the critic's values, if there is one. With `own`: this
-        policy's and nothing else.
+        reference's and the teacher's, if they are used; the critic's values, if there is one. `policy_only` adds only
+        this policy's.
         """
-        old = own or self._rl.updates_per_step > 1 or (self._reference is not None and self._rl.kl_in == "reward")
+        kl_in_reward = self._reference is not None and self._rl.kl_in == "reward"
+        old = policy_only or self._rl.updates_per_step > 1 or kl_in_reward
         pending = [
             s
             for s in samples
             if not (s.old_logprobs if old else s.reference_logprobs or s.teacher_logprobs or s.values)
         ]
-        if not (old or self._reference or self._teacher or self.critic) or not self.ranks.most(len(pending)):
+        if not (old or self._reference or self._teacher or self.critic) or not self.ranks.max_over_ranks(len(pending)):
             return
         for micro in self.micro_batches(pending, [0.0] * len(pending)):
             rows = [pending[i] for i in micro.indices]
@@ -88,11 +89,11 @@ class RLLearner(Updater):
                 _put(rows, "old_logprobs", micro.by_row(logprobs_A))
                 _put(rows, "entropies", micro.by_row(entropy_A))
             for name, frozen in (("reference_logprobs", self._reference), ("teacher_logprobs", self._teacher)):
-                if frozen is not None and not own:
+                if frozen is not None and not policy_only:
                     with frozen() as other, torch.no_grad():
                         logprobs_A, _ = action_logprobs(other, micro, self._temperature)
                     _put(rows, name, micro.by_row(logprobs_A))
-            if self.critic is not None and not own:
+            if self.critic is not None and not policy_only:
                 values_A, last_B = self.critic.values(micro)
                 _put(rows, "values", micro.by_row(values_A))
                 for sample, value in zip(rows, last_B.tolist(), strict=True):
@@ -100,7 +101,7 @@ class RLLearner(Updater):
 
     def learn(self, batch: Batch, seed: int) -> dict[str, float]:
         """Make epochs x minibatches updates on one step's samples. `seed` orders the minibatches."""
-        self.assess(batch.samples)
+        self.score(batch.samples)
         policy_frozen = self.critic is not None and self.steps < self._rl.critic.warmup_steps
         parts = self._minibatches(batch, seed)
         results = []
@@ -187,7 +188,7 @@ def _put(samples: list[Sample], name: str, values: list[list[float]]) -> None:
 
 
 def policy_metrics(samples: list[Sample]) -> dict[str, float]:
-    """Return the policy's metrics that `learn` reports, as token means of samples that were only assessed."""
+    """Return the policy's metrics that `learn` reports, as token means of samples that were only scored."""
     gaps = [p - q for s in samples for p, q in zip(s.old_logprobs, s.logprobs, strict=True)]
     entropies = [entropy for s in samples for entropy in s.entropies]
     if not gaps:

@@ -255,6 +255,12 @@ class RLSettings(_Section):
     overlap: int = 0
     """Steps of overlap. 1 plays the next step's episodes during learning, with weights one update old. 0 is strictly
     on-policy."""
+    max_staleness: int = 0
+    """Asynchronous groups: episodes of that many further steps are played while the learner works, and go on through
+    weight updates. A token is at most that many updates old when it is learned from. 0 is synchronous."""
+    keep_cache: bool = False
+    """Whether episodes under way keep the keys and values of older weights after an update. Otherwise they are computed
+    again with the new ones. Used with max_staleness and the native engine."""
     importance: Literal["token", "sequence_mask", "none"] = "token"
     """Correction for differences between sampler and learner. "token": weight min(learner / sampler, cap) per token.
     "sequence_mask": also skips trajectories whose mean ratio is outside its bounds."""
@@ -273,7 +279,17 @@ class RLSettings(_Section):
 
     def __post_init__(self) -> None:
         _require(self, steps=0, token_budget=0, groups_per_step=1, group_size=1, epochs=1, minibatches=1)
-        _require(self, clip_low=0, clip_high=0, kl_coef=0, kl_target=0, kl_rate=0, importance_cap=1, overlap=0)
+        _require(
+            self,
+            clip_low=0,
+            clip_high=0,
+            kl_coef=0,
+            kl_target=0,
+            kl_rate=0,
+            importance_cap=1,
+            overlap=0,
+            max_staleness=0,
+        )
         _require(self, sequence_mask_low=0, sequence_mask_high=1)
         _require(self, overlong_buffer=1, aggregate_length=1, anchor_weight=0, resample_rounds=0)
         for name in ("turn_discount", "token_discount", "gae_lambda", "turn_lambda"):
@@ -313,6 +329,15 @@ class RLSettings(_Section):
             yield "loss = 'gspo' cannot be used with distill: it has one ratio per trajectory, a teacher scores tokens"
         if self.overlap > 1:
             yield f"overlap must be 0 (on-policy) or 1 (one step off), got {self.overlap}"
+        if self.max_staleness and self.overlap:
+            yield "max_staleness plays episodes while the learner works, as overlap does: set overlap = 0"
+        if self.max_staleness and self.resample_rounds:
+            yield "max_staleness learns from every group that was played: set resample_rounds = 0"
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether episodes are played while the learner works, so that the engine needs its own copy of the weights."""
+        return self.overlap > 0 or self.max_staleness > 0
 
     @property
     def updates_per_step(self) -> int:

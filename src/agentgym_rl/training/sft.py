@@ -8,7 +8,7 @@ from typing import Any
 
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.training.learner import Imitator
-from agentgym_rl.training.ranks import ALONE, Ranks
+from agentgym_rl.training.ranks import SINGLE_PROCESS, Ranks
 from agentgym_rl.training.settings import SFTSettings
 from agentgym_rl.types import Sample
 
@@ -20,7 +20,7 @@ class SFT(Imitator):
     """
 
     def __init__(
-        self, model: Any, samples: list[Sample], settings: SFTSettings, seed: int | str, ranks: Ranks = ALONE
+        self, model: Any, samples: list[Sample], settings: SFTSettings, seed: int | str, ranks: Ranks = SINGLE_PROCESS
     ) -> None:
         samples = [s for s in samples if any(s.loss_mask)]
         if not samples:

@@ -266,10 +266,22 @@ def sampler_mismatch(rows: Rows) -> Symptom | None:
                 _since_above(rows, name, limit, 3),
                 f"sampler and learner disagree by {now:.2g} ({name})",
                 "the trained policy is not the one that plays",
-                "check that the engine uses the same agent.temperature, model.dtype and weights, set rl.overlap = 0, "
-                'and keep rl.importance = "token"',
+                _why_mismatch(rows),
             )
     return None
+
+
+def _why_mismatch(rows: Rows) -> str:
+    age = _now(rows, "staleness/mean", 3) or 0.0
+    if age > 0:
+        return (
+            f"sampled tokens are {age:.1f} updates old on average: lower rl.max_staleness or the learning rate, set "
+            'rl.overlap = 0, and keep rl.importance = "token"'
+        )
+    return (
+        "check that the engine uses the same agent.temperature, model.dtype and weights, and keep "
+        'rl.importance = "token"'
+    )
 
 
 def mismatch_over_turns(rows: Rows) -> Symptom | None:

@@ -35,6 +35,8 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from agentgym_rl.errors import EngineError
 from agentgym_rl.transport.host_memory import Entry, padded_bytes, place_in_buckets, tensor_view, wait_for_copies
 
+DEVICE_WEIGHTS_VARIABLE = "AGENTGYM_RL_DEVICE_WEIGHTS"
+"""Environment variable of the driver: `never`, or `always`, which includes CPUs and is meant for tests."""
 ACK = b"ack"
 """An engine's answer to each message."""
 CONNECTION_ERRORS = (OSError, EOFError)
@@ -218,7 +220,7 @@ class DeviceBuffer:
         try:
             return reduce_tensor(self.bytes)[1]
         except RuntimeError as error:
-            message = f"cannot share memory of this device ({error}): set AGENTGYM_RL_LEND=never to do without"
+            message = f"cannot share memory of this device ({error}): set {DEVICE_WEIGHTS_VARIABLE}=never to do without"
             raise EngineError(message) from error
 
     def revoke(self, handle: Any) -> None:
@@ -268,7 +270,9 @@ def _open_buffer(handle: Any) -> torch.Tensor:
     try:
         return cast(torch.Tensor, rebuild_cuda_tensor(*arguments))
     except RuntimeError as error:
-        message = f"cannot open the learner's memory on this device ({error}): set AGENTGYM_RL_LEND=never to do without"
+        message = (
+            f"cannot open the learner's device memory ({error}): set {DEVICE_WEIGHTS_VARIABLE}=never to do without"
+        )
         raise EngineError(message) from error
 
 

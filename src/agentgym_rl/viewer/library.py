@@ -12,7 +12,7 @@ from agentgym_rl.errors import AgentGymError
 from agentgym_rl.viewer.discovery import RunFolder, discover, require_roots
 from agentgym_rl.viewer.index import Index, Indexer
 from agentgym_rl.viewer.playground_protocols import Environments
-from agentgym_rl.viewer.preferences import preferences_of, store_preference
+from agentgym_rl.viewer.preference_store import preferences_of, store_preference
 from agentgym_rl.viewer.queries import Filter, Queries
 from agentgym_rl.viewer.replays import shown_calls
 from agentgym_rl.viewer.runs import Runs, damaged_overview
@@ -169,7 +169,7 @@ class Library:
     def same_task(self, env: str, item: int) -> list[dict[str, Any]]:
         return self.queries.same_task({run: folder.path for run, folder in self.run_folders().items()}, env, item)
 
-    def prefer(self, left: tuple[str, str], right: tuple[str, str], better: str, by: str) -> dict[str, Any]:
+    def record_preference(self, left: tuple[str, str], right: tuple[str, str], better: str, by: str) -> dict[str, Any]:
         """Store which of two episodes, each given as (run, key), is better."""
         sides = [(run, self.raw_episode(run, key)) for run, key in (left, right)]
         return store_preference(self.run_folder(left[0]), sides[0], sides[1], better, by)

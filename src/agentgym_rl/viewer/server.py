@@ -18,9 +18,9 @@ from fastapi.exceptions import RequestValidationError
 
 from agentgym_rl.common.http_guard import HTTP_OPTIONS, is_loopback
 from agentgym_rl.errors import AgentGymError, ConfigError, EnvError
+from agentgym_rl.viewer.access_control import PICTURE_POLICY, Guard
 from agentgym_rl.viewer.bundle import join_modules
 from agentgym_rl.viewer.encode import to_json
-from agentgym_rl.viewer.guard import PICTURE_POLICY, Guard
 from agentgym_rl.viewer.index import MAX_SAFE_INTEGER
 from agentgym_rl.viewer.library import Library, NotFound
 from agentgym_rl.viewer.playground import NoSuchGame, Playground
@@ -123,10 +123,10 @@ def reading_routes(library: Library) -> APIRouter:
         return answer(library.preferences((left_run, left_key), (right_run, right_key)))
 
     @router.post("/prefer")
-    def prefer(
+    def record_preference(
         left_run: Field, left_key: Field, right_run: Field, right_key: Field, better: Field, by: Field
     ) -> Response:
-        return answer(library.prefer((left_run, left_key), (right_run, right_key), better, by))
+        return answer(library.record_preference((left_run, left_key), (right_run, right_key), better, by))
 
     @router.get("/shared_tasks")
     def shared_tasks(left: Text, right: Text) -> Response:

@@ -19,7 +19,7 @@ from agentgym_rl.agent.engines.base import Engine
 from agentgym_rl.agent.policy import check_completion
 from agentgym_rl.agent.renderer import Renderer, Tools
 from agentgym_rl.agent.segments import Call
-from agentgym_rl.agent.tools import numbered
+from agentgym_rl.agent.tool_parsers import numbered
 from agentgym_rl.common.chat_messages import from_openai, to_openai
 from agentgym_rl.common.seeds import stable_seed
 from agentgym_rl.errors import ConfigError
@@ -164,7 +164,7 @@ class RecordedModel:
                 renderer.require_tools()
             if path and renderer.linear and _is_observation(new):
                 ended = path[-1] in renderer.stop_token_ids
-                return [*path, *([] if ended else [renderer.end_of_turn]), *renderer.between(new)]
+                return [*path, *([] if ended else [renderer.end_of_turn]), *renderer.observation_ids(new)]
             return renderer.continuation(path, messages, tools)
         except (TemplateError, ConfigError) as error:
             raise bad_request(f"the model's chat template cannot write these messages: {error}") from error

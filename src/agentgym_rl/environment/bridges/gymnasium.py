@@ -19,8 +19,8 @@ import gymnasium
 import numpy
 
 from agentgym_rl.environment.base import TextEnv
+from agentgym_rl.environment.bridges.bridge_settings import import_value
 from agentgym_rl.environment.bridges.nethack import command_names, describe_screen, is_nethack, set_seeds
-from agentgym_rl.environment.bridges.tasks import import_value
 from agentgym_rl.environment.bridges.toy_text import VIEWS
 from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.types import Step

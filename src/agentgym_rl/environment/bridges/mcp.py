@@ -22,8 +22,8 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp.types import INVALID_PARAMS
 
 from agentgym_rl.environment.base import TextEnv
+from agentgym_rl.environment.bridges.bridge_settings import Tasks, import_value, load_tasks, read_headers
 from agentgym_rl.environment.bridges.calls import BadCall, explain_tools, function_schema, read_call, shorten
-from agentgym_rl.environment.bridges.tasks import Tasks, import_value, load_tasks, read_headers
 from agentgym_rl.errors import ConfigError, EnvError, EnvUnavailable
 from agentgym_rl.types import Step
 

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 from agentgym_rl import __version__
 from agentgym_rl.environment import catalog
 from agentgym_rl.environment.base import TextEnv
-from agentgym_rl.environment.bridges.guard import Guard, make_sessions, reaping
+from agentgym_rl.environment.bridges.server_guard import Guard, make_sessions, reaping
 from agentgym_rl.environment.server import load_served
 from agentgym_rl.environment.server_sessions import Sessions
 from agentgym_rl.errors import ConfigError, EnvError

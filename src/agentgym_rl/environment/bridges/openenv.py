@@ -17,6 +17,7 @@ from websockets.exceptions import ConnectionClosed, WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
 from agentgym_rl.environment.base import TextEnv
+from agentgym_rl.environment.bridges.bridge_settings import import_value, read_headers
 from agentgym_rl.environment.bridges.calls import (
     BadCall,
     explain_tools,
@@ -24,7 +25,6 @@ from agentgym_rl.environment.bridges.calls import (
     read_call,
     shorten,
 )
-from agentgym_rl.environment.bridges.tasks import import_value, read_headers
 from agentgym_rl.errors import ConfigError, EnvError, EnvTimeout, EnvUnavailable
 from agentgym_rl.types import Step
 

@@ -21,7 +21,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from agentgym_rl import __version__
 from agentgym_rl.environment import catalog, wire
 from agentgym_rl.environment.base import TextEnv
-from agentgym_rl.environment.bridges.guard import Guard, make_sessions, reaping
+from agentgym_rl.environment.bridges.server_guard import Guard, make_sessions, reaping
 from agentgym_rl.environment.server_sessions import Sessions
 from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.types import Step

@@ -143,7 +143,7 @@ class _Pass:
         self._size, self._modules, self._layers = size, modules, layers
         self.hidden_PH = torch.zeros(size.tokens, like_TH.shape[1], dtype=like_TH.dtype, device=device)
         self.hidden_PH.requires_grad_()
-        self.by_out_PH = torch.zeros(self.hidden_PH.shape, dtype=like_TH.dtype, device=device)
+        self.grad_out_PH = torch.zeros(self.hidden_PH.shape, dtype=like_TH.dtype, device=device)
         self._positions_P = torch.zeros(size.tokens, dtype=torch.int64, device=device)
         bounds = torch.full((size.samples + 1,), size.tokens, dtype=torch.int32, device=device)
         bounds[0] = 0
@@ -192,7 +192,7 @@ class _Pass:
             self._out = self._layers(self.hidden_PH, self._positions_P, self._frame)
 
     def _differentiate(self) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(self._out, [self.hidden_PH, *self._leaves], self.by_out_PH)
+        return torch.autograd.grad(self._out, [self.hidden_PH, *self._leaves], self.grad_out_PH)
 
     def _capture(self, pool: Any, stream: Any) -> tuple[Any, Any]:
         device = self.hidden_PH.device
@@ -223,15 +223,15 @@ class _Replay(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, by_out_TH: Tensor) -> tuple[Any, ...]:
-        captured, count = ctx.captured, len(by_out_TH)
+    def backward(ctx: Any, grad_out_TH: Tensor) -> tuple[Any, ...]:
+        captured, count = ctx.captured, len(grad_out_TH)
         if ctx.number != captured.forwards:
             raise RuntimeError("a captured pass ran again before its backward pass: call backward first")
-        captured.by_out_PH[:count] = by_out_TH
-        captured.by_out_PH[count:] = 0
-        by_hidden, *by_parameters = captured.backward()
-        if by_hidden.dtype is not torch.bfloat16:
+        captured.grad_out_PH[:count] = grad_out_TH
+        captured.grad_out_PH[count:] = 0
+        grad_hidden, *grad_parameters = captured.backward()
+        if grad_hidden.dtype is not torch.bfloat16:
             # bf16 gradients are summed in separate float32 tensors (MasterAdamW.collect). For other types the second
             # pass would overwrite the gradient of the first.
-            by_parameters = [gradient.clone() for gradient in by_parameters]
-        return None, None, None, by_hidden[:count], *by_parameters
+            grad_parameters = [gradient.clone() for gradient in grad_parameters]
+        return None, None, None, grad_hidden[:count], *grad_parameters

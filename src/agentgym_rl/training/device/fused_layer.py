@@ -101,36 +101,36 @@ class _Layer(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, by_out: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
         shape = ctx.shape
         saved = ctx.saved_tensors  # read once: activation checkpointing refuses a second read
         hidden, raw, query, key, value, *attended, gate_up, scales_1, scales_2 = saved[:12]
         norm_1, query_w, key_w, value_w, *biases, query_norm, key_norm, out_w, norm_2, gate_w, up_w, down_w = saved[12:]
         mixed = attended[0].view(len(hidden), -1)
         middle = torch.addmm(hidden, mixed, out_w.t())
-        by_out = by_out.contiguous()
-        by_gate_up, gated = kernels.gate_backward(gate_up, by_out @ down_w)
-        by_down = by_out.t() @ gated
+        grad_out = grad_out.contiguous()
+        grad_gate_up, gated = kernels.gate_backward(gate_up, grad_out @ down_w)
+        grad_down = grad_out.t() @ gated
         x, _ = kernels.norm(middle, norm_2, shape.eps)
-        by_gate, by_up = (part.t() @ x for part in by_gate_up.chunk(2, 1))
-        by_x = by_gate_up @ concatenated((gate_w, up_w))
-        del gated, by_gate_up
-        by_middle, by_norm_2 = kernels.norm_backward(by_x, middle, norm_2, scales_2, by_out)
+        grad_gate, grad_up = (part.t() @ x for part in grad_gate_up.chunk(2, 1))
+        grad_x = grad_gate_up @ concatenated((gate_w, up_w))
+        del gated, grad_gate_up
+        grad_middle, grad_norm_2 = kernels.norm_backward(grad_x, middle, norm_2, scales_2, grad_out)
 
-        by_out_w = by_middle.t() @ mixed
-        by_mixed = (by_middle @ out_w).view_as(attended[0])
-        by_heads = flash_backward(by_mixed, query, key, value, tuple(attended), shape.micro, shape.scale)
-        by_qkv, by_head_norms = _heads_backward(by_heads, raw, ctx.angles, shape, query_norm, key_norm)
+        grad_out_w = grad_middle.t() @ mixed
+        grad_mixed = (grad_middle @ out_w).view_as(attended[0])
+        grad_heads = flash_backward(grad_mixed, query, key, value, tuple(attended), shape.micro, shape.scale)
+        grad_qkv, grad_head_norms = _heads_backward(grad_heads, raw, ctx.angles, shape, query_norm, key_norm)
         x, _ = kernels.norm(hidden, norm_1, shape.eps)
         sizes = [len(query_w), len(key_w), len(value_w)]
-        by_projections = [part.t() @ x for part in by_qkv.split(sizes, 1)]
-        by_biases = (
-            [None] * 3 if biases[0] is None else by_qkv.sum(0, dtype=torch.float32).to(by_qkv.dtype).split(sizes)
+        grad_projections = [part.t() @ x for part in grad_qkv.split(sizes, 1)]
+        grad_biases = (
+            [None] * 3 if biases[0] is None else grad_qkv.sum(0, dtype=torch.float32).to(grad_qkv.dtype).split(sizes)
         )
-        by_x = by_qkv @ concatenated((query_w, key_w, value_w))
-        by_hidden, by_norm_1 = kernels.norm_backward(by_x, hidden, norm_1, scales_1, by_middle)
-        by_attention = (by_norm_1, *by_projections, *by_biases, *by_head_norms, by_out_w)
-        return None, by_hidden, None, None, *by_attention, by_norm_2, by_gate, by_up, by_down
+        grad_x = grad_qkv @ concatenated((query_w, key_w, value_w))
+        grad_hidden, grad_norm_1 = kernels.norm_backward(grad_x, hidden, norm_1, scales_1, grad_middle)
+        grad_attention = (grad_norm_1, *grad_projections, *grad_biases, *grad_head_norms, grad_out_w)
+        return None, grad_hidden, None, None, *grad_attention, grad_norm_2, grad_gate, grad_up, grad_down
 
 
 def _heads(
@@ -151,28 +151,28 @@ def _heads(
 
 
 def _heads_backward(
-    by_heads: Sequence[Tensor], raw: Any, angles: tuple[Tensor, Tensor], shape: _Shape, query_norm: Any, key_norm: Any
+    grad_heads: Sequence[Tensor], raw: Any, angles: tuple[Tensor, Tensor], shape: _Shape, query_norm: Any, key_norm: Any
 ) -> tuple[Tensor, tuple[Any, Any]]:
     """Return (gradient of qkv, gradients of the norms of queries and keys)."""
-    by_query, by_key, by_value = by_heads
+    grad_query, grad_key, grad_value = grad_heads
     sizes = (shape.heads, shape.kv_heads, shape.kv_heads)
-    by_qkv = by_query.new_empty(len(by_query), sum(sizes), shape.width)
-    to_query, to_key, to_value = by_qkv.split(sizes, 1)
-    to_value.copy_(by_value)
-    by_norms: tuple[Any, Any] = (None, None)
+    grad_qkv = grad_query.new_empty(len(grad_query), sum(sizes), shape.width)
+    to_query, to_key, to_value = grad_qkv.split(sizes, 1)
+    to_value.copy_(grad_value)
+    grad_norms: tuple[Any, Any] = (None, None)
     if query_norm is None:
-        kernels.rotate(by_query, to_query, *angles, back=True)
-        kernels.rotate(by_key, to_key, *angles, back=True)
+        kernels.rotate(grad_query, to_query, *angles, back=True)
+        kernels.rotate(grad_key, to_key, *angles, back=True)
     else:
-        query, key, _ = raw.view_as(by_qkv).split(sizes, 1)
+        query, key, _ = raw.view_as(grad_qkv).split(sizes, 1)
         gradients = []
-        for by, x, weight, to in ((by_query, query, query_norm, to_query), (by_key, key, key_norm, to_key)):
-            rotated = torch.empty(by.shape, dtype=by.dtype, device=by.device)
-            kernels.rotate(by, rotated, *angles, back=True)
+        for grad, x, weight, to in ((grad_query, query, query_norm, to_query), (grad_key, key, key_norm, to_key)):
+            rotated = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
+            kernels.rotate(grad, rotated, *angles, back=True)
             _, scales = kernels.norm(x, weight, shape.eps)
             gradients.append(kernels.norm_backward(rotated, x, weight, scales, into=to)[1])
-        by_norms = (gradients[0], gradients[1])
-    return by_qkv.flatten(1), by_norms
+        grad_norms = (gradients[0], gradients[1])
+    return grad_qkv.flatten(1), grad_norms
 
 
 def concatenated(parameters: Sequence[Tensor]) -> Tensor:

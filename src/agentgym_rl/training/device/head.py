@@ -85,32 +85,32 @@ class _Head(torch.autograd.Function):
         return logprobs_A, entropy_A
 
     @staticmethod
-    def backward(ctx: Any, by_logprob_A: Tensor | None, by_entropy_A: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_logprob_A: Tensor | None, grad_entropy_A: Tensor | None) -> tuple[Any, ...]:
         hidden_AH, weight_VH, bias_V, targets_A, lse_A, entropy_A, kept = ctx.saved_tensors
-        if by_logprob_A is None and by_entropy_A is None:
+        if grad_logprob_A is None and grad_entropy_A is None:
             return (None,) * 6
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         gradient = _kernels(hidden_AH).gradient if _kernels(hidden_AH) else _gradient
-        by_logprob_A = torch.zeros_like(lse_A) if by_logprob_A is None else by_logprob_A
-        by_hidden = torch.empty_like(hidden_AH) if needs_hidden else None
-        by_weight = torch.zeros_like(weight_VH) if needs_weight else None
-        by_bias = torch.zeros_like(bias_V) if needs_bias else None
+        grad_logprob_A = torch.zeros_like(lse_A) if grad_logprob_A is None else grad_logprob_A
+        grad_hidden = torch.empty_like(hidden_AH) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight_VH) if needs_weight else None
+        grad_bias = torch.zeros_like(bias_V) if needs_bias else None
         for first in range(0, len(hidden_AH), ctx.rows):
             part = slice(first, first + ctx.rows)
             hidden = hidden_AH[part]
             logits_CV = _logits(hidden, weight_VH, bias_V) if kept is None else kept
-            entropy = None if by_entropy_A is None else (by_entropy_A[part], entropy_A[part])
-            by_logits_CV = gradient(
-                logits_CV, targets_A[part], lse_A[part], by_logprob_A[part], entropy, ctx.temperature, hidden.dtype
+            entropy = None if grad_entropy_A is None else (grad_entropy_A[part], entropy_A[part])
+            grad_logits_CV = gradient(
+                logits_CV, targets_A[part], lse_A[part], grad_logprob_A[part], entropy, ctx.temperature, hidden.dtype
             )
-            if by_hidden is not None:
-                torch.mm(by_logits_CV, weight_VH, out=by_hidden[part])
-            if by_weight is not None:
-                by_weight.addmm_(by_logits_CV.t(), hidden)
-            if by_bias is not None:
-                by_bias += by_logits_CV.sum(0)
-            del logits_CV, by_logits_CV
-        return by_hidden, by_weight, by_bias, None, None, None
+            if grad_hidden is not None:
+                torch.mm(grad_logits_CV, weight_VH, out=grad_hidden[part])
+            if grad_weight is not None:
+                grad_weight.addmm_(grad_logits_CV.t(), hidden)
+            if grad_bias is not None:
+                grad_bias += grad_logits_CV.sum(0)
+            del logits_CV, grad_logits_CV
+        return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
 def _kernels(hidden: Tensor) -> Any:
@@ -146,18 +146,18 @@ def _gradient(
     logits_CV: Tensor,
     targets_C: Tensor,
     lse_C: Tensor,
-    by_logprob_C: Tensor,
+    grad_logprob_C: Tensor,
     entropy: tuple[Tensor, Tensor] | None,
     temperature: float,
     dtype: torch.dtype,
 ) -> Tensor:
     """Return the gradient of the logits, CV. `entropy` is (gradient of the entropy, the entropy), C each."""
     logprobs_CV = (logits_CV / temperature).sub_(lse_C[:, None])
-    by_z = logprobs_CV.exp()
+    grad_z = logprobs_CV.exp()
     if entropy is None:
-        by_z *= -by_logprob_C[:, None]
+        grad_z *= -grad_logprob_C[:, None]
     else:
-        by_entropy_C, entropy_C = entropy
-        by_z *= -by_logprob_C[:, None] - by_entropy_C[:, None] * (logprobs_CV + entropy_C[:, None])
-    by_z.scatter_add_(-1, targets_C[:, None], by_logprob_C[:, None])
-    return by_z.div_(temperature).to(dtype)
+        grad_entropy_C, entropy_C = entropy
+        grad_z *= -grad_logprob_C[:, None] - grad_entropy_C[:, None] * (logprobs_CV + entropy_C[:, None])
+    grad_z.scatter_add_(-1, targets_C[:, None], grad_logprob_C[:, None])
+    return grad_z.div_(temperature).to(dtype)

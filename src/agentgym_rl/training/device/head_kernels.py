@@ -54,8 +54,8 @@ def gradient_kernel(
     logits,
     targets,
     lse,
-    by_logprob,
-    by_entropy,
+    grad_logprob,
+    grad_entropy,
     entropies,
     out,
     inverse,
@@ -68,10 +68,10 @@ def gradient_kernel(
     inside = offs < SIZE
     z = tl.load(logits + row * SIZE + offs, mask=inside, other=0.0) * inverse
     logprob = z - tl.load(lse + row)
-    weight = tl.load(by_logprob + row)
+    weight = tl.load(grad_logprob + row)
     factor = -weight
     if HAS_ENTROPY:
-        factor = factor - tl.load(by_entropy + row) * (logprob + tl.load(entropies + row))
+        factor = factor - tl.load(grad_entropy + row) * (logprob + tl.load(entropies + row))
     gradient = tl.exp(logprob) * factor
     gradient = tl.where(offs == tl.load(targets + row), gradient + weight, gradient)
     tl.store(out + row * SIZE + offs, (gradient * inverse).to(out.dtype.element_ty), mask=inside)
@@ -81,7 +81,7 @@ def gradient(
     logits_CV: Tensor,
     targets_C: Tensor,
     lse_C: Tensor,
-    by_logprob_C: Tensor,
+    grad_logprob_C: Tensor,
     entropy: tuple[Tensor, Tensor] | None,
     temperature: float,
     dtype: torch.dtype,
@@ -89,13 +89,13 @@ def gradient(
     """Return the gradient of the logits, CV."""
     rows, size = logits_CV.shape
     out = torch.empty((rows, size), dtype=dtype, device=logits_CV.device)
-    by_entropy, entropies = entropy or (lse_C, lse_C)
+    grad_entropy, entropies = entropy or (lse_C, lse_C)
     gradient_kernel[(rows, triton.cdiv(size, 4096))](
         logits_CV,
         targets_C,
         lse_C,
-        by_logprob_C.contiguous(),
-        by_entropy.contiguous(),
+        grad_logprob_C.contiguous(),
+        grad_entropy.contiguous(),
         entropies,
         out,
         1.0 / temperature,

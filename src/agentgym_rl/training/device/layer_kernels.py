@@ -49,16 +49,16 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def norm_backward_kernel(
-    by_out,
+    grad_out,
     x,
     weight,
     scales,
     residual,
-    by_x,
-    by_weight,
+    grad_x,
+    grad_weight,
     num_rows,
     STRIDE,
-    BY_STRIDE,
+    GRAD_STRIDE,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -75,19 +75,19 @@ def norm_backward_kernel(
         scale = tl.load(scales + row, mask=row < num_rows, other=0.0)
         place = row // HEADS * STRIDE + row % HEADS * SIZE + offs
         normal = tl.load(x + place, mask=inside, other=0.0).to(tl.float32) * scale
-        gradient = tl.load(by_out + row * SIZE + offs, mask=inside, other=0.0).to(tl.float32)
+        gradient = tl.load(grad_out + row * SIZE + offs, mask=inside, other=0.0).to(tl.float32)
         total += tl.sum(gradient * normal, 0)[None, :]
         gradient *= w
         gradient = scale * (gradient - normal * (tl.sum(gradient * normal, 1)[:, None] / SIZE))
         if HAS_RESIDUAL:
             gradient += tl.load(residual + row * SIZE + offs, mask=inside, other=0.0).to(tl.float32)
-        target = by_x + row // HEADS * BY_STRIDE + row % HEADS * SIZE + offs
-        tl.store(target, gradient.to(by_x.dtype.element_ty), mask=inside)
-    tl.store(by_weight + tl.program_id(0) * SIZE + offs, total, mask=offs < SIZE)
+        target = grad_x + row // HEADS * GRAD_STRIDE + row % HEADS * SIZE + offs
+        tl.store(target, gradient.to(grad_x.dtype.element_ty), mask=inside)
+    tl.store(grad_weight + tl.program_id(0) * SIZE + offs, total, mask=offs < SIZE)
 
 
 def norm_backward(
-    by_out: Tensor,
+    grad_out: Tensor,
     x: Tensor,
     weight: Tensor,
     scales: Tensor,
@@ -97,22 +97,22 @@ def norm_backward(
     """Return (gradient of x plus `residual`, gradient of the weight). The first is written to `into`, if given."""
     size, heads = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
     rows = x.shape[0] * heads
-    by_x = torch.empty_like(x) if into is None else into
+    grad_x = torch.empty_like(x) if into is None else into
     block = triton.next_power_of_2(size)
     block_rows = max(1, _NUMBERS_PER_BLOCK // block)
     programs = min(_PROGRAMS, triton.cdiv(rows, block_rows))
     partial = torch.empty((programs, size), dtype=torch.float32, device=x.device)
     norm_backward_kernel[(programs,)](
-        by_out,
+        grad_out,
         x,
         weight,
         scales,
         x if residual is None else residual,
-        by_x,
+        grad_x,
         partial,
         rows,
         x.stride(0),
-        by_x.stride(0),
+        grad_x.stride(0),
         HEADS=heads,
         SIZE=size,
         BLOCK=block,
@@ -120,7 +120,7 @@ def norm_backward(
         HAS_RESIDUAL=residual is not None,
         num_warps=8,
     )
-    return by_x, partial.sum(0).to(weight.dtype)
+    return grad_x, partial.sum(0).to(weight.dtype)
 
 
 @triton.jit
@@ -186,22 +186,22 @@ def gate_kernel(gate_up, out, SIZE, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def gate_backward_kernel(gate_up, by_out, by_gate_up, SIZE, BLOCK: tl.constexpr):
-    """Overwrite `by_out` with the forward result, which the next product needs."""
+def gate_backward_kernel(gate_up, grad_out, grad_gate_up, SIZE, BLOCK: tl.constexpr):
+    """Overwrite `grad_out` with the forward result, which the next product needs."""
     row = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = offs < SIZE
     gate = tl.load(gate_up + row * 2 * SIZE + offs, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * SIZE + SIZE + offs, mask=inside, other=0.0).to(tl.float32)
-    gradient = tl.load(by_out + row * SIZE + offs, mask=inside, other=0.0).to(tl.float32)
+    gradient = tl.load(grad_out + row * SIZE + offs, mask=inside, other=0.0).to(tl.float32)
     sigmoid = tl.sigmoid(gate)
     active = gate * sigmoid
-    rounded = active.to(by_out.dtype.element_ty).to(tl.float32)
-    by_gate = gradient * up * (sigmoid + active * (1.0 - sigmoid))
-    target = by_gate_up + row * 2 * SIZE + offs
-    tl.store(target, by_gate.to(by_out.dtype.element_ty), mask=inside)
-    tl.store(target + SIZE, (gradient * rounded).to(by_out.dtype.element_ty), mask=inside)
-    tl.store(by_out + row * SIZE + offs, (rounded * up).to(by_out.dtype.element_ty), mask=inside)
+    rounded = active.to(grad_out.dtype.element_ty).to(tl.float32)
+    grad_gate = gradient * up * (sigmoid + active * (1.0 - sigmoid))
+    target = grad_gate_up + row * 2 * SIZE + offs
+    tl.store(target, grad_gate.to(grad_out.dtype.element_ty), mask=inside)
+    tl.store(target + SIZE, (gradient * rounded).to(grad_out.dtype.element_ty), mask=inside)
+    tl.store(grad_out + row * SIZE + offs, (rounded * up).to(grad_out.dtype.element_ty), mask=inside)
 
 
 def gate(gate_up: Tensor) -> Tensor:
@@ -212,12 +212,14 @@ def gate(gate_up: Tensor) -> Tensor:
     return out
 
 
-def gate_backward(gate_up: Tensor, by_out: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (gradient of the concatenated gate and up, silu(gate) * up in the memory of `by_out`)."""
-    tokens, size = by_out.shape
-    by_gate_up = torch.empty_like(gate_up)
-    gate_backward_kernel[(tokens, triton.cdiv(size, 1024))](gate_up, by_out, by_gate_up, size, BLOCK=1024, num_warps=4)
-    return by_gate_up, by_out
+def gate_backward(gate_up: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (gradient of the concatenated gate and up, silu(gate) * up in the memory of `grad_out`)."""
+    tokens, size = grad_out.shape
+    grad_gate_up = torch.empty_like(gate_up)
+    gate_backward_kernel[(tokens, triton.cdiv(size, 1024))](
+        gate_up, grad_out, grad_gate_up, size, BLOCK=1024, num_warps=4
+    )
+    return grad_gate_up, grad_out
 
 
 def _warps(block: int) -> Any:

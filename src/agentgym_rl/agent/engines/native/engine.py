@@ -23,7 +23,7 @@ from agentgym_rl.agent.engines.native.in_place import evaluating, load_in_place
 from agentgym_rl.agent.engines.native.runner import MAX_STOPS, DecodeRow, Launch, LaunchRunner, Row, Runner
 from agentgym_rl.agent.engines.native.sampling import sample, signed_64
 from agentgym_rl.agent.engines.native.select_runner import make_runner
-from agentgym_rl.agent.engines.native.sessions import Session, SessionTable
+from agentgym_rl.agent.engines.native.slots import Session, SessionTable
 from agentgym_rl.errors import EngineError
 from agentgym_rl.types import Completion, Sampling
 
@@ -60,8 +60,17 @@ class Request:
     session: Session | None = None
     version: int = 0
     """Version of the weights that sampled its first token."""
+    versions: list[int] = field(default_factory=list)
+    """Version of the weights that sampled each token, if they were updated since the first; otherwise empty."""
     running_steps: int = 0
     """Steps of launches that run for it."""
+
+    def extend(self, new: list[int], logprobs: list[float], version: int) -> None:
+        """Append tokens that weights of `version` sampled."""
+        if self.versions or version != self.version:
+            self.versions = (self.versions or [self.version] * len(self.logprobs)) + [version] * len(new)
+        self.token_ids += new
+        self.logprobs += logprobs
 
 
 @dataclass(slots=True)
@@ -73,6 +82,8 @@ class Flight:
     """Request of each row."""
     updates: int
     """Weight updates before it."""
+    version: int
+    """Version of the weights that it samples with."""
 
 
 class NativeEngine:
@@ -80,7 +91,7 @@ class NativeEngine:
 
     `decode` turns token ids into text and is needed only for stop strings. At most `max_sessions` sequences run at
     once; further requests wait. `max_context` bounds prompt and reply together. `runner` computes the model; the
-    default is the fastest that computes it exactly.
+    default is the fastest that computes it exactly. With `keep_cache` a weight update does not drop the KV cache.
     """
 
     def __init__(
@@ -93,6 +104,7 @@ class NativeEngine:
         version: int = 0,
         seed: int = 0,
         runner: Runner | LaunchRunner | None = None,
+        keep_cache: bool = False,
     ) -> None:
         config = unwrap(model).config
         if getattr(config, "is_encoder_decoder", False):
@@ -122,6 +134,7 @@ class NativeEngine:
         self._busy_sessions: set[str] = set()
         self._arrivals = 0
         self._updates = 0
+        self._keep_cache = keep_cache
         self._task: asyncio.Task[None] | None = None
         self._closed = False
         self.reset_stats()
@@ -157,10 +170,11 @@ class NativeEngine:
 
     async def update_weights(self, source: Mapping[str, Any] | None, version: int) -> None:
         """Copy a state dict in, or with `source` None use weights that were changed in place. Pending replies continue
-        with the new weights and a recomputed KV cache."""
+        with the new weights, and with a recomputed KV cache unless `keep_cache`."""
         if source is not None:
             load_in_place(self._model, source)
-        self._sessions.invalidate()
+        if not self._keep_cache:
+            self._sessions.invalidate()
         self._updates += 1
         self.version = version
 
@@ -352,7 +366,7 @@ class NativeEngine:
         steps = min(max(map(_tokens_left, self._rows)), self._launch_steps())
         for request in self._rows:
             request.running_steps += steps
-        self._flights.append(Flight(runner.launch(steps), self._rows, self._updates))
+        self._flights.append(Flight(runner.launch(steps), self._rows, self._updates, self.version))
 
     def _prefill(self, new: list[Request]) -> list[DecodeRow]:
         """Compute the prompts of new rows and return the rows."""
@@ -395,9 +409,9 @@ class NativeEngine:
         for request, new, values in zip(flight.requests, tokens, logprobs, strict=True):
             if not new or request not in self._running:
                 continue
-            self._stats["new_tokens"] += self._extend(request, new, values)
+            self._stats["new_tokens"] += self._extend(request, new, values, flight.version)
             # The cache of older weights must not be reused.
-            if request.session is not None and self._updates != flight.updates:
+            if request.session is not None and self._updates != flight.updates and not self._keep_cache:
                 request.session.num_cached = 0
             num_done += request not in self._running
             if num_done == REPLIES_PER_PORTION:
@@ -466,7 +480,7 @@ class NativeEngine:
                 self._stats["prompt_tokens_shared"] += len(request.token_ids) - 1 - request.session.num_cached
                 request.session.num_cached = len(request.token_ids) - 1
 
-    def _extend(self, request: Request, new: list[int], logprobs: list[float]) -> int:
+    def _extend(self, request: Request, new: list[int], logprobs: list[float], version: int) -> int:
         """Append a launch's tokens to a request, up to its stop. Return how many were appended."""
         session = request.session
         assert session is not None
@@ -482,8 +496,7 @@ class NativeEngine:
             return 0
         if stop is not None and stop + 1 < len(new):
             new, logprobs = new[: stop + 1], logprobs[: stop + 1]
-        request.token_ids += new
-        request.logprobs += logprobs
+        request.extend(new, logprobs, version)
         session.num_cached = len(request.token_ids) - 1
         if stop is not None or len(request.token_ids) >= request.limit:
             self._complete(request, stop is not None)
@@ -529,8 +542,7 @@ class NativeEngine:
             return
         if cast(Runner, self._runner).keeps_cache:
             session.num_cached = len(request.token_ids)
-        request.token_ids.append(token)
-        request.logprobs.append(logprob)
+        request.extend([token], [logprob], self.version)
         reply = request.token_ids[request.num_prompt :]
         try:
             stopped = token in request.sampling.stop_token_ids or self._completes_stop(reply, request.sampling.stop)
@@ -548,7 +560,7 @@ class NativeEngine:
         self._usual_reply += 0.02 * (len(reply) - self._usual_reply)
         if not request.future.done():
             finish: Literal["stop", "length"] = "stop" if stopped else "length"
-            request.future.set_result(Completion(reply, request.logprobs, finish, request.version))
+            request.future.set_result(Completion(reply, request.logprobs, finish, request.version, request.versions))
 
     def _completes_stop(self, reply: list[int], stops: tuple[str, ...]) -> bool:
         if not stops or self._decode is None:

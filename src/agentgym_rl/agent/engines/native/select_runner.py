@@ -10,7 +10,7 @@ from agentgym_rl.agent.engines.native.generic import GenericRunner, why_not_cach
 from agentgym_rl.agent.engines.native.recompute import RecomputeRunner
 
 if TYPE_CHECKING:
-    from agentgym_rl.agent.engines.native.cuda.runner import CapturedRunner
+    from agentgym_rl.agent.engines.native.cuda.captured_runner import CapturedRunner
 
 
 def make_runner(
@@ -32,7 +32,7 @@ def make_runner(
     if unwrap(model).get_input_embeddings().weight.device.type == "cuda":
         reason = why_not_captured(model)
         if reason is None:
-            from agentgym_rl.agent.engines.native.cuda.runner import CapturedRunner
+            from agentgym_rl.agent.engines.native.cuda.captured_runner import CapturedRunner
 
             return CapturedRunner(model, max_slots=max_slots, max_length=max_length)
         warnings.warn(

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from agentgym_rl.agent.engines.vllm.guard import owned
 from agentgym_rl.agent.engines.vllm.probe import Probe
+from agentgym_rl.agent.engines.vllm.process_cleanup import owning_processes
 from agentgym_rl.agent.engines.vllm.requirements import EXTENSION, max_lora_rank, reply_limit, require_vllm, signed_64
 from agentgym_rl.errors import EngineError
 from agentgym_rl.transport.device import DeviceWeights, Endpoint
@@ -100,7 +100,7 @@ class VllmEngine:
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
-            with owned():
+            with owning_processes():
                 self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments))
         except Exception as error:
             raise EngineError(f"vLLM {self._vllm_version} did not start: {_one_line(error)}") from error

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from agentgym_rl.agent.engines.vllm.guard import end_with_owner
 from agentgym_rl.agent.engines.vllm.probe import parameter_checksums
+from agentgym_rl.agent.engines.vllm.process_cleanup import end_with_owner
 from agentgym_rl.transport.device import DeviceWeights, Endpoint, open_endpoint
 from agentgym_rl.transport.host_memory import page_lock_error, unpack, wait_for_copies
 

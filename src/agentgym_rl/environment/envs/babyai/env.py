@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from agentgym_rl.environment.envs.babyai import levels
+from agentgym_rl.environment.envs.babyai.field_of_view import Move, View, look
 from agentgym_rl.environment.envs.babyai.oracle import Oracle
 from agentgym_rl.environment.envs.babyai.picture import draw
 from agentgym_rl.environment.envs.babyai.state import state_key
@@ -19,7 +20,6 @@ from agentgym_rl.environment.envs.babyai.text import (
     read_action,
     refuse,
 )
-from agentgym_rl.environment.envs.babyai.view import Move, View, look
 from agentgym_rl.environment.tools import Tool
 from agentgym_rl.errors import EnvError
 from agentgym_rl.types import Step

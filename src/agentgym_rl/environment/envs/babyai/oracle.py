@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from agentgym_rl.environment.envs.babyai.field_of_view import Move
 from agentgym_rl.environment.envs.babyai.simulation import Simulation
-from agentgym_rl.environment.envs.babyai.view import Move
 from agentgym_rl.errors import EnvError
 
 _MAX_MOVES = 3000

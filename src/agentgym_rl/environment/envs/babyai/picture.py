@@ -6,7 +6,7 @@ import textwrap
 from html import escape
 from typing import Any
 
-from agentgym_rl.environment.envs.babyai.view import DIRECTIONS, HALF, SIZE, View
+from agentgym_rl.environment.envs.babyai.field_of_view import DIRECTIONS, HALF, SIZE, View
 
 _TILE = 32
 _COLORS = {

@@ -9,7 +9,7 @@ import heapq
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from agentgym_rl.environment.envs.babyai.view import Move
+from agentgym_rl.environment.envs.babyai.field_of_view import Move
 
 Cost = Callable[[int], int | None]
 """Function of a cell: its cost beyond one move, or None if the cell is not allowed."""

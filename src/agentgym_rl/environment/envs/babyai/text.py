@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from agentgym_rl.environment.envs.babyai.view import AGENT_CELL, NUM_CELLS, SIZE, Move, Paths, Sighting, View
+from agentgym_rl.environment.envs.babyai.field_of_view import AGENT_CELL, NUM_CELLS, SIZE, Move, Paths, Sighting, View
 from agentgym_rl.environment.tools import Tool
 
 INSTRUCTION = """\

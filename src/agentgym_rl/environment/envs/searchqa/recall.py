@@ -97,8 +97,8 @@ def _score(questions: Sequence[Question], shown: Sequence[list[list[Passage]]], 
 
 def _mean(values: list[float]) -> list[float]:
     """Return [mean, half width of its 95% interval]."""
-    spread = statistics.stdev(values) if len(values) > 1 else 0.0
-    return [round(statistics.fmean(values), 4), round(Z_95 * spread / math.sqrt(len(values)), 4)]
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    return [round(statistics.fmean(values), 4), round(Z_95 * deviation / math.sqrt(len(values)), 4)]
 
 
 def _time(retriever: Retriever, queries: Sequence[str], k: int) -> float:

@@ -6,17 +6,17 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from agentgym_rl.environment.envs.textcraft import items
+from agentgym_rl.environment.envs.textcraft import problems
+from agentgym_rl.environment.envs.textcraft.oracle_thoughts import think
 from agentgym_rl.environment.envs.textcraft.picture import draw
 from agentgym_rl.environment.envs.textcraft.planner import best_plan, fill, next_action, take
-from agentgym_rl.environment.envs.textcraft.recipes import (
+from agentgym_rl.environment.envs.textcraft.recipe_book import (
     GATHERED_KINDS,
     OTHER_NAMES,
     Recipe,
     craft_command,
     load_book,
 )
-from agentgym_rl.environment.envs.textcraft.thoughts import think
 from agentgym_rl.environment.tools import Tool
 from agentgym_rl.errors import EnvError
 from agentgym_rl.types import Step
@@ -79,14 +79,14 @@ class TextCraft:
 
     name: ClassVar[str] = "textcraft"
     instruction: ClassVar[str] = INSTRUCTION
-    splits: ClassVar[Mapping[str, range]] = {**items.SPLITS, "renamed": items.RENAMED}
-    subsets: ClassVar[tuple[str, ...]] = tuple(f"depth{depth}" for depth in items.DEPTHS)
+    splits: ClassVar[Mapping[str, range]] = {**problems.SPLITS, "renamed": problems.RENAMED}
+    subsets: ClassVar[tuple[str, ...]] = tuple(f"depth{depth}" for depth in problems.DEPTHS)
     cheap: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self._book = load_book()
         self._item = -1
-        self._problem: items.Problem
+        self._problem: problems.Problem
         self._held: dict[str, int] = {}
         self._playing = False
 
@@ -96,10 +96,10 @@ class TextCraft:
 
     @classmethod
     def subsets_of(cls, item: int) -> tuple[str, ...]:
-        return (f"depth{load_book().depth[items.goals()[items.original(_check_item(item))]]}",)
+        return (f"depth{load_book().depth[problems.goals()[problems.original(_check_item(item))]]}",)
 
     def reset(self, item: int) -> str:
-        self._problem = items.problem(_check_item(item))
+        self._problem = problems.problem(_check_item(item))
         self._book = self._problem.book
         self._item = item
         self._held = {}
@@ -238,7 +238,7 @@ class TextCraft:
 
 def _check_item(item: int) -> int:
     if not any(item in split for split in TextCraft.splits.values()):
-        raise IndexError(f"textcraft has items 0 to {items.RENAMED[-1]}, got {item}")
+        raise IndexError(f"textcraft has items 0 to {problems.RENAMED[-1]}, got {item}")
     return item
 
 

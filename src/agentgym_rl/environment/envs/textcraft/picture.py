@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from html import escape
 
-from agentgym_rl.environment.envs.textcraft.items import Problem
 from agentgym_rl.environment.envs.textcraft.planner import best_plan
-from agentgym_rl.environment.envs.textcraft.recipes import Book
+from agentgym_rl.environment.envs.textcraft.problems import Problem
+from agentgym_rl.environment.envs.textcraft.recipe_book import Book
 
 _INK, _SOFT, _LINE = "#1f2933", "#6b7785", "#c9d1d9"
 _STATES = {

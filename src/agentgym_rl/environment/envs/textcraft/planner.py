@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from agentgym_rl.environment.envs.textcraft.recipes import Book, Recipe, craft_command
+from agentgym_rl.environment.envs.textcraft.recipe_book import Book, Recipe, craft_command
 
 Choices = dict[str, int]
 """Index of the recipe to follow by craftable item, and of the member to make by generic ingredient. Default 0."""

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
-from agentgym_rl.environment.envs.textcraft.recipes import Book, Recipe, load_book
+from agentgym_rl.environment.envs.textcraft.recipe_book import Book, Recipe, load_book
 
 NUM_VARIATIONS = 32
 

@@ -16,16 +16,16 @@ from playwright.async_api import Error
 from agentgym_rl.environment.envs.webarena.actions import TOOLS, Refused, parse
 from agentgym_rl.environment.envs.webarena.addresses import on_sites
 from agentgym_rl.environment.envs.webarena.browser import LAUNCH_TIMEOUT_S, find_chromium
-from agentgym_rl.environment.envs.webarena.embedded import EmbeddedStage
-from agentgym_rl.environment.envs.webarena.evaluators import evaluate, judge
+from agentgym_rl.environment.envs.webarena.embedded_stage import EmbeddedStage
+from agentgym_rl.environment.envs.webarena.evaluators import evaluate, llm_judge
 from agentgym_rl.environment.envs.webarena.evaluators.program import target_holds
 from agentgym_rl.environment.envs.webarena.observation import CLICKABLE, TYPABLE, View
-from agentgym_rl.environment.envs.webarena.official import OfficialStage
+from agentgym_rl.environment.envs.webarena.official_stage import OfficialStage
 from agentgym_rl.environment.envs.webarena.stage import Stage
 from agentgym_rl.environment.envs.webarena.tabs import Tabs
-from agentgym_rl.environment.envs.webarena.tasks.config import SITES, SUBSETS, TaskConfig
 from agentgym_rl.environment.envs.webarena.tasks.embedded import embedded_splits, embedded_subsets
 from agentgym_rl.environment.envs.webarena.tasks.official import OFFICIAL, official_subsets, published_item
+from agentgym_rl.environment.envs.webarena.tasks.task_config import SITES, SUBSETS, TaskConfig
 from agentgym_rl.environment.tools import Tool
 from agentgym_rl.errors import EnvError
 from agentgym_rl.types import Step
@@ -112,7 +112,7 @@ class WebArena:
         self._stage, self._item = stage, item
         self._task, options = stage.begin(item)
         if self._task.needs_judge:
-            judge.require_judge()
+            llm_judge.require_judge()
         opening = Tabs.open(stage.chromium, self._task.start_urls, self._allowed, PAGE_TIMEOUT_S, **options)
         try:
             self._tabs = self._run(opening, CALL_TIMEOUT_S + LAUNCH_TIMEOUT_S, "open the task's pages")

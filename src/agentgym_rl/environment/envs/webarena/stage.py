@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from agentgym_rl.environment.envs.webarena.browser import Chromium
 from agentgym_rl.environment.envs.webarena.observation import View
-from agentgym_rl.environment.envs.webarena.tasks.config import TaskConfig
+from agentgym_rl.environment.envs.webarena.tasks.task_config import TaskConfig
 
 
 class Stage(Protocol):

@@ -80,7 +80,7 @@ def _store_halves(target, low, high, real, HALF: tl.constexpr):
 
 
 @triton.jit
-def _turned(low, high, cos, sin, angle, real):
+def _rotated(low, high, cos, sin, angle, real):
     """Apply the rotary embedding: rotate both halves of a head by the angle of its position."""
     c = tl.load(cos + angle, mask=real[:, None], other=0.0).to(tl.float32)
     s = tl.load(sin + angle, mask=real[:, None], other=0.0).to(tl.float32)
@@ -148,7 +148,7 @@ def qkv_kernel(
             w_high = tl.where(is_query, tl.load(q_norm + HALF + offs_d), tl.load(k_norm + HALF + offs_d))
             low = low * inner * w_low.to(tl.float32)[None, :]
             high = high * inner * w_high.to(tl.float32)[None, :]
-        low, high = _turned(low, high, cos, sin, position[:, None] * HALF + offs_d[None, :], real)
+        low, high = _rotated(low, high, cos, sin, position[:, None] * HALF + offs_d[None, :], real)
     low_out = low.to(query.dtype.element_ty)
     high_out = high.to(query.dtype.element_ty)
     if head < HEADS:

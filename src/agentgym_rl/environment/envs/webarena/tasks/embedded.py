@@ -11,7 +11,7 @@ from agentgym_rl.environment.envs.webarena.oracle import Move
 from agentgym_rl.environment.envs.webarena.sites.store import fresh_database
 from agentgym_rl.environment.envs.webarena.tasks import gitlab, reddit, shopping, shopping_admin
 from agentgym_rl.environment.envs.webarena.tasks import map as map_tasks
-from agentgym_rl.environment.envs.webarena.tasks.config import subsets_of
+from agentgym_rl.environment.envs.webarena.tasks.task_config import subsets_of
 from agentgym_rl.environment.envs.webarena.tasks.template import Instance, Template
 
 TEMPLATES: tuple[Template, ...] = (

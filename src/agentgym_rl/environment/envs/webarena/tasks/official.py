@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from agentgym_rl.environment.envs.webarena.tasks.config import subsets_of
+from agentgym_rl.environment.envs.webarena.tasks.task_config import subsets_of
 from agentgym_rl.errors import ConfigError
 
 PACKAGES = (("webarena", "test.raw.json"), ("webarena_verified", "assets/dataset/test.raw.json"))

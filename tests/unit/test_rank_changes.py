@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from training_for_tests import trajectory
 
-from agentgym_rl.rewards.ranks import compare, ranks, summary
+from agentgym_rl.rewards.rank_changes import compare, ranks, summary
 from agentgym_rl.types import Verdict
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from agentgym_rl.environment.envs.webarena.evaluators import answers, judge
+from agentgym_rl.environment.envs.webarena.evaluators import answers, llm_judge
 from agentgym_rl.environment.envs.webarena.evaluators.strings import (
     clean,
     exact_match,
@@ -13,7 +13,7 @@ from agentgym_rl.environment.envs.webarena.evaluators.strings import (
     same_url,
     url_match,
 )
-from agentgym_rl.environment.envs.webarena.tasks.config import TaskConfig
+from agentgym_rl.environment.envs.webarena.tasks.task_config import TaskConfig
 from agentgym_rl.errors import ConfigError
 
 CheckPages = Callable[[list[Mapping[str, Any]]], bool]
@@ -69,6 +69,6 @@ def _fuzzy(task: TaskConfig, wanted: str | list[str], answer: str) -> bool:
     if wanted == "N/A":
         if exact_match("N/A", clean(answer)):
             return True
-        return judge.same_reason(task.intent, task.evaluation.get("string_note") or "it cannot be done", answer)
+        return llm_judge.same_reason(task.intent, task.evaluation.get("string_note") or "it cannot be done", answer)
     references = [wanted] if isinstance(wanted, str) else wanted
-    return judge.same_meaning(task.intent, references, answer)
+    return llm_judge.same_meaning(task.intent, references, answer)

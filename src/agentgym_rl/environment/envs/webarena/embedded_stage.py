@@ -12,8 +12,8 @@ from agentgym_rl.environment.envs.webarena.oracle import ScriptedOracle
 from agentgym_rl.environment.envs.webarena.sites.server import HOSTS, site_server
 from agentgym_rl.environment.envs.webarena.sites.store import fresh_database
 from agentgym_rl.environment.envs.webarena.sites.visit import COOKIE
-from agentgym_rl.environment.envs.webarena.tasks.config import TaskConfig, read_task
 from agentgym_rl.environment.envs.webarena.tasks.embedded import problems
+from agentgym_rl.environment.envs.webarena.tasks.task_config import TaskConfig, read_task
 
 
 class EmbeddedStage:

@@ -29,9 +29,9 @@ from agentgym_rl.environment.wire import NotSupported
 from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.run.collectors import episode_slots, make_collector
 from agentgym_rl.run.demonstrations import load_trajectories, play_demonstrations, to_sample
+from agentgym_rl.run.environments_pool import EnvironmentsPool
 from agentgym_rl.run.items import all_items
-from agentgym_rl.run.mistakes import ErringSession, Solutions, erring
-from agentgym_rl.run.pool import EnvironmentsPool
+from agentgym_rl.run.mistakes import MistakeSession, Solutions, inject_mistakes
 from agentgym_rl.run.rounds import Round, read_round, write_round
 from agentgym_rl.run.start import prepare, word_tokenizer
 from agentgym_rl.training.conversations import convert, read_conversations
@@ -88,7 +88,7 @@ async def test_the_oracle_succeeds_after_mistakes_of_both_kinds(env: str) -> Non
     solutions: Solutions = {}
     trajectories: list[Trajectory] = []
     for share in (0.0, 0.2):
-        wrap = erring(share, 0, solutions)
+        wrap = inject_mistakes(share, 0, solutions)
         collect = Collector(pool, lambda session, seed: OraclePolicy(session), 1, 16, wrap=wrap)
         groups = await collect([Task(env, item) for item in items], LIMITS, 0)
         trajectories = [g.trajectories[-1] for g in groups]
@@ -206,7 +206,7 @@ class CorridorWithoutActions(Corridor):
 
 async def test_an_environment_without_actions_draws_mistakes_from_its_solution() -> None:
     solutions: Solutions = {0: {"go": None, "jump": None}}
-    env = ErringSession(CorridorWithoutActions(), 0.8, 3, solutions)
+    env = MistakeSession(CorridorWithoutActions(), 0.8, 3, solutions)
     trajectory = await rollout(Task("corridor", 0), env, OraclePolicy(env), LIMITS, id="t")
     assert trajectory.success
     assert {text for text, mistake in replies(trajectory) if mistake} == {"jump"}
@@ -214,7 +214,7 @@ async def test_an_environment_without_actions_draws_mistakes_from_its_solution()
 
 
 async def test_an_oracle_without_alternatives_makes_no_mistake() -> None:
-    env = ErringSession(CorridorWithoutActions(), 0.99, 3, {})
+    env = MistakeSession(CorridorWithoutActions(), 0.99, 3, {})
     trajectory = await rollout(Task("corridor", 0), env, OraclePolicy(env), LIMITS, id="t")
     assert trajectory.success
     assert replies(trajectory) == [("go", False)] * 3
@@ -237,7 +237,7 @@ async def test_a_mistake_is_a_complete_reply_in_every_style(style: str, tmp_path
 
 
 async def test_attempts_differ_in_their_mistakes() -> None:
-    env = ErringSession(CorridorWithoutActions(), 0.5, 3, {0: {str(i): None for i in range(50)}})
+    env = MistakeSession(CorridorWithoutActions(), 0.5, 3, {0: {str(i): None for i in range(50)}})
     drawn = []
     for _ in range(2):
         await env.reset(0)

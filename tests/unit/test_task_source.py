@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.training.tasks import TaskSource
+from agentgym_rl.training.task_source import TaskSource
 from agentgym_rl.types import Task
 
 ITEMS = {"a": list(range(5)), "b": list(range(100, 107))}
@@ -59,7 +59,7 @@ def test_weights_are_shares() -> None:
 
 def test_the_order_does_not_depend_on_the_hash_seed() -> None:
     program = (
-        "from agentgym_rl.training.tasks import TaskSource;"
+        "from agentgym_rl.training.task_source import TaskSource;"
         "print([t.key for t in TaskSource({'a': list(range(9)), 'b': [1, 2]}, 5).take(30)])"
     )
     outputs = {

@@ -19,7 +19,7 @@ POLL_INTERVAL_S = 1.0
 
 
 @contextlib.contextmanager
-def owned() -> Iterator[None]:
+def owning_processes() -> Iterator[None]:
     """Make this process the owner of vLLM processes started meanwhile. They inherit a blocked SIGINT, because a
     terminal sends Ctrl-C to all of them and the owner ends them."""
     os.environ[OWNER] = str(os.getpid())

@@ -9,8 +9,8 @@ from typing import Any
 
 from agentgym_rl.environment.envs.webarena.browser import shared_chromium
 from agentgym_rl.environment.envs.webarena.observation import View
-from agentgym_rl.environment.envs.webarena.tasks.config import SITES, TaskConfig, read_task
 from agentgym_rl.environment.envs.webarena.tasks.official import OFFICIAL, official_tasks
+from agentgym_rl.environment.envs.webarena.tasks.task_config import SITES, TaskConfig, read_task
 from agentgym_rl.errors import ConfigError, EnvError
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from agentgym_rl.agent.engines.native.cache import SlotCache
-from agentgym_rl.agent.engines.native.cuda.attention import decode_attention, prefill_attention
+from agentgym_rl.agent.engines.native.cuda.attention_kernels import decode_attention, prefill_attention
 from agentgym_rl.agent.engines.native.cuda.drafts import accept, draft, drafted_picks
 from agentgym_rl.agent.engines.native.cuda.joint_weights import LayerWeights, layer_weights
 from agentgym_rl.agent.engines.native.cuda.layers import rms_norm, rope_and_store, silu_times

@@ -13,9 +13,9 @@ import numpy
 import torch
 
 from agentgym_rl.agent.engines.native.cache import SlotCache
-from agentgym_rl.agent.engines.native.cuda.attention import copy_slots, queries_per_block
+from agentgym_rl.agent.engines.native.cuda.attention_kernels import copy_slots, queries_per_block
+from agentgym_rl.agent.engines.native.cuda.forward_passes import NARROW, CapturedModel
 from agentgym_rl.agent.engines.native.cuda.joint_weights import addresses, why_not_captured
-from agentgym_rl.agent.engines.native.cuda.model import NARROW, CapturedModel
 from agentgym_rl.agent.engines.native.cuda.packing import BLOCK_FIELDS, TOKEN_FIELDS, as_packed, pack
 from agentgym_rl.agent.engines.native.cuda.sample_kernels import Picks, RowState
 from agentgym_rl.agent.engines.native.decoder import share_prompts

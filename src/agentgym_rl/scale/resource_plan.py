@@ -33,7 +33,7 @@ class Plan:
     devices_per_engine: int = 1
     """Devices of an engine that shares none with a learner."""
 
-    def decided(self, resources: Mapping[str, float]) -> Plan:
+    def resolved_for(self, resources: Mapping[str, float]) -> Plan:
         """Return the plan for a cluster with these resources."""
         if self.device != "auto":
             return self

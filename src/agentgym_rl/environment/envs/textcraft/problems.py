@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 
 from agentgym_rl.environment.envs.textcraft.planner import Choices, best_plan
-from agentgym_rl.environment.envs.textcraft.recipes import Book, Recipe, load_book
+from agentgym_rl.environment.envs.textcraft.recipe_book import Book, Recipe, load_book
 from agentgym_rl.environment.envs.textcraft.renaming import NUM_VARIATIONS, new_names, renamed_book
 from agentgym_rl.errors import ConfigError
 
