@@ -43,7 +43,7 @@ KINDS = ("click", "type", "hover", "press")
 PAGE_TIMEOUT_S = 15.0
 CALL_TIMEOUT_S = 30.0
 """Seconds for one action and all it causes. LAUNCH_TIMEOUT_S is added at reset."""
-SIZE = {"width": 160, "height": 210}
+WIDTH, HEIGHT = 160, 210
 """Pixels of a task on its page."""
 SCALE = 3
 """Pixels of a picture per pixel of the page."""
@@ -159,7 +159,7 @@ class MiniWob:
     def render(self) -> bytes:
         """Return a PNG of the task."""
         shot = self._require_open().page.screenshot(
-            type="png", clip={"x": 0, "y": 0, **SIZE}, timeout=PAGE_TIMEOUT_S * 1000
+            type="png", clip={"x": 0, "y": 0, "width": WIDTH, "height": HEIGHT}, timeout=PAGE_TIMEOUT_S * 1000
         )
         return self._run(shot, CALL_TIMEOUT_S, "take a picture")
 
