@@ -486,7 +486,7 @@ LONG_CONTEXTS = {"truncation": "full", "window": "window", "summary": "summary"}
 
 
 def long_context(seeds: list[int] | None) -> list[Job]:
-    """Return the jobs of docs/results/long-context.md: 200 turns in 2,048 tokens, with three contexts."""
+    """Return the jobs of the study of long contexts: 200 turns in 2,048 tokens, with three contexts."""
     jobs: list[Job] = []
     for seed in seeds if seeds is not None else range(2):
         recipe = "evidence/long-maze-base.toml"

@@ -343,32 +343,6 @@ def interval(value: list[float]) -> str:
     return f"{100 * value[0]:.0f} ±{100 * value[1]:.0f}"
 
 
-def long_context() -> str:
-    """Return held-out success before and after training and the cost of each run, by how a full context is treated."""
-    from agentgym_rl.common.intervals import wilson_interval
-
-    def success(evaluation: dict[str, Any]) -> str:
-        low, high = wilson_interval(evaluation["success"] * evaluation["episodes"], evaluation["episodes"])
-        return f"{evaluation['success']:.0%} ({low:.0%}–{high:.0%})"
-
-    rows = []
-    for arm in ("truncation", "window", "summary"):
-        for path in sorted((ROOT / "results" / "long-context").glob(f"{arm}-*.json")):
-            run = json.loads(path.read_text(encoding="utf-8"))
-            segments = run["curves"].get("segments/per_episode", [1.0])
-            turns = run["curves"]["turns/mean"]
-            rows.append(
-                [
-                    *(arm, str(run["seed"]), success(run["before"]), success(run["after"])),
-                    *(f"{run['before']['turns']:.0f} → {run['after']['turns']:.0f}", f"{sum(turns) / len(turns):.0f}"),
-                    f"{sum(segments) / len(segments):.1f}",
-                    f"{run['sampled_tokens'] / 1000:.0f}k",
-                ]
-            )
-    header = ["context", "seed", "success before", "after", "turns held-out", "turns in training", "segments", "tokens"]
-    return table(header, rows)
-
-
 def reading_lengths() -> str:
     """Return how long the files of the reading list are."""
     page = (ROOT / "docs" / "how-it-works" / "read-it.md").read_text(encoding="utf-8")
@@ -386,7 +360,6 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "vllm-weights": vllm_weights,
     "load": load,
     "reading-lengths": reading_lengths,
-    "long-context": long_context,
     "search-whole": lambda: search("bm25"),
     "search-sample": lambda: search("sample"),
 }

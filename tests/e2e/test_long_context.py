@@ -88,24 +88,3 @@ def test_the_window_recipe_runs_two_steps(tmp_path: Path) -> None:
         *SMALL_RL,
     )
     assert played
-
-
-@pytest.mark.long
-def test_episodes_of_200_turns_are_trained_in_a_context_of_2048_tokens(tmp_path: Path) -> None:
-    played = train(
-        "window.toml",
-        tmp_path,
-        *("rl.steps=2", "warm_start.episodes=40", "rl.groups_per_step=2", "rl.group_size=4", "eval.episodes=4"),
-        "threads=1",
-    )
-    longest = max(played, key=lambda t: t.num_turns)
-    assert longest.num_turns == 200
-    assert sum(len(message.token_ids) for message in longest.messages) > 2 * 2048
-    assert longest.num_segments > 2
-    assert all(len(segment.token_ids) <= 2048 for t in played for segment in t.segments)
-    for row in read_metrics(tmp_path / "run" / "metrics.jsonl"):
-        assert row["mismatch/abs"] < 1e-4
-        assert row["grad/norm"] > 0
-    learned = {row["id"]: row for row in rows(tmp_path / "run" / "trajectories" / "learned_000002.jsonl")}
-    trained = [t for t in played if t.id in learned and t.num_turns == 200]
-    assert all(len(learned[t.id]["advantages"]) == sum(sum(s.loss_mask) for s in t.segments) for t in trained)
