@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import pytest
 from judge_for_tests import judge_server
 from runs_for_tests import Process
 from test_recipes import TINY_QWEN, tiny_qwen
+from transformers import AutoTokenizer
 
+from agentgym_rl.agent.templates import CHATML
 from agentgym_rl.run.log import read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -60,7 +63,7 @@ def test_dagger_with_corrected_thoughts_runs(tiny_qwen: Path, tmp_path: Path) ->
     assert read_metrics(folder / "metrics.jsonl")[0]["round/labelled"] > 0
 
 
-def test_a_judge_of_answers_pays_and_one_in_this_process_is_asked(
+def test_a_judge_of_answers_pays_or_only_looks(
     tiny_qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for variable in ("AGENTGYM_SEARCHQA_DATA", "AGENTGYM_SEARCHQA_INDEX"):
@@ -70,7 +73,18 @@ def test_a_judge_of_answers_pays_and_one_in_this_process_is_asked(
         for name in ("searchqa-judged-0", "searchqa-exact-match-0"):
             folder = run(name, tiny_qwen, tmp_path, judge)
             assert "judged/rubric" in read_metrics(folder / "metrics.jsonl")[0]
-    # A model of random weights gives no score that can be read, so the run ends after its first step.
-    few = ("judge.retries=0", "judge.max_new_tokens=8", f"run_dir={tmp_path / 'local'}")
+
+
+def test_a_judge_in_this_process_is_asked(tiny_qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of random weights gives no score that can be read, so the run ends after its first step."""
+    for variable in ("AGENTGYM_SEARCHQA_DATA", "AGENTGYM_SEARCHQA_INDEX"):
+        monkeypatch.delenv(variable, raising=False)
+    judge = tmp_path / "judge"
+    shutil.copytree(tiny_qwen, judge)
+    tokenizer = AutoTokenizer.from_pretrained(judge)
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(judge)
     with pytest.raises(AssertionError, match="could be judged"):
-        run("searchqa-judged-0", tiny_qwen, tmp_path, *few)
+        run(
+            "searchqa-judged-0", tiny_qwen, tmp_path, f"judge.path={judge}", "judge.retries=0", "judge.max_new_tokens=8"
+        )
