@@ -14,13 +14,13 @@ pytest.importorskip("bfcl_eval")
 from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import multi_turn_checker
 
 from agentgym_rl.environment import catalog
-from agentgym_rl.environment.envs.bfcl import data
+from agentgym_rl.environment.envs.bfcl import scenarios
 from agentgym_rl.environment.envs.tool_tasks import write_call
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.types import Step, ToolCall
 
-Turns = list[data.Calls]
+Turns = list[scenarios.Calls]
 _plays = itertools.count()
 
 
@@ -29,7 +29,7 @@ def make() -> Any:
 
 
 def item_of(identifier: str) -> int:
-    return [task.id for task in data.tasks()].index(identifier)
+    return [task.id for task in scenarios.tasks()].index(identifier)
 
 
 def oracle_play(env: Any, item: int, turns: int = 60) -> Step:
@@ -51,7 +51,7 @@ def test_the_reference_calls_solve_every_item(items: range) -> None:
 
 
 def test_items_are_scenarios_in_four_variants_that_share_a_split() -> None:
-    tasks, splits = data.tasks(), data.splits()
+    tasks, splits = scenarios.tasks(), scenarios.splits()
     assert {name: len(items) for name, items in splits.items()} == {"train": 640, "test": 160}
     numbers = {
         name: {(tasks[item].category, int(tasks[item].id.rpartition("_")[2])) for item in items}
@@ -59,14 +59,14 @@ def test_items_are_scenarios_in_four_variants_that_share_a_split() -> None:
     }
     assert {number for _, number in numbers["test"]} == set(range(4, 200, 5))
     assert not {number for _, number in numbers["train"]} & {number for _, number in numbers["test"]}
-    assert {category for category, _ in numbers["test"]} == set(data.CATEGORIES)
+    assert {category for category, _ in numbers["test"]} == set(scenarios.CATEGORIES)
 
 
 def python_call(name: str, arguments: dict[str, Any]) -> str:
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
 
 
-def bfcl_verdict(task: data.Task, turns: Turns) -> bool:
+def bfcl_verdict(task: scenarios.Task, turns: Turns) -> bool:
     """Return what BFCL's own checker says of calls, each in a step of its own."""
     entry = {"id": task.id, "initial_config": task.initial, "involved_classes": list(task.classes)}
     played = [[[python_call(*call)] for call in turn] for turn in turns]
@@ -86,7 +86,7 @@ def our_verdict(env: Any, item: int, turns: Turns) -> bool:
     raise AssertionError("the conversation does not end")
 
 
-def variations(task: data.Task) -> dict[str, Turns]:
+def variations(task: scenarios.Task) -> dict[str, Turns]:
     """Return calls near the reference, right and wrong."""
     reference = [list(turn) for turn in task.solution]
     last = max(number for number, turn in enumerate(reference) if turn)
@@ -107,7 +107,7 @@ def variations(task: data.Task) -> dict[str, Turns]:
 @pytest.mark.parametrize("category", ["base", "miss_func", "miss_param"])
 def test_verdicts_are_those_of_the_checker_of_bfcl(category: str, number: int) -> None:
     item = item_of(f"multi_turn_{category}_{number}")
-    task, env = data.tasks()[item], make()
+    task, env = scenarios.tasks()[item], make()
     verdicts = {name: our_verdict(env, item, turns) for name, turns in variations(task).items()}
     assert verdicts == {name: bfcl_verdict(task, turns) for name, turns in variations(task).items()}
     assert verdicts["reference"]
@@ -164,7 +164,7 @@ def test_malformed_and_failing_calls_are_answered() -> None:
 
 def test_a_computation_without_end_is_refused() -> None:
     env = make()
-    env.reset(next(item for item, task in enumerate(data.tasks()) if "MathAPI" in task.classes))
+    env.reset(next(item for item, task in enumerate(scenarios.tasks()) if "MathAPI" in task.classes))
     for name, arguments in (
         ("power", {"base": 9, "exponent": 10**9}),
         ("logarithm", {"value": 2, "base": 10, "precision": 10**9}),

@@ -120,7 +120,7 @@ class TreeSession:
                 f"at turn {turn + 1}, {got!r:.120} instead of {wanted!r:.120}. Give it a fork(), or remove [rl.tree]"
             )
 
-    def call_of(self, action: str) -> ToolCall:
+    def call_of(self, action: str) -> ToolCall | None:
         return self._env.call_of(action)
 
     async def actions(self) -> list[str]:

@@ -279,8 +279,9 @@ def make_engine(
     model: Any, renderer: Renderer, max_sessions: int, max_context: int, keep_cache: bool = False
 ) -> NativeEngine:
     """Return a native engine over `model`."""
-    sizes = {"max_sessions": max_sessions, "max_context": max_context}
-    return NativeEngine(model, decode=renderer.decode, keep_cache=keep_cache, **sizes)
+    return NativeEngine(
+        model, decode=renderer.decode, max_sessions=max_sessions, max_context=max_context, keep_cache=keep_cache
+    )
 
 
 def make_learner(

@@ -11,7 +11,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any, ClassVar
 
-from agentgym_rl.environment.envs.bfcl import data
+from agentgym_rl.environment.envs.bfcl import scenarios
 from agentgym_rl.environment.envs.tool_tasks import HOW_TO_CALL, ToolTask, write_call
 from agentgym_rl.environment.tools import Tool
 from agentgym_rl.types import Step
@@ -32,7 +32,7 @@ _FAILED = "Error during execution: "
 class Apis:
     """The simulated APIs of one conversation, in one state."""
 
-    def __init__(self, task: data.Task) -> None:
+    def __init__(self, task: scenarios.Task) -> None:
         from bfcl_eval.constants.executable_backend_config import CLASS_FILE_PATH_MAPPING, STATELESS_CLASSES
 
         self.instances: dict[str, Any] = {}
@@ -75,26 +75,26 @@ class Bfcl(ToolTask):
     name: ClassVar[str] = "bfcl"
     instruction: ClassVar[str] = INSTRUCTION
     tool_instruction: ClassVar[str] = TOOL_INSTRUCTION
-    subsets: ClassVar[tuple[str, ...]] = (*data.CATEGORIES, *data.DOMAINS)
+    subsets: ClassVar[tuple[str, ...]] = (*scenarios.CATEGORIES, *scenarios.DOMAINS)
 
     @classmethod
     def tools(cls) -> Sequence[Tool]:
-        return data.all_tools()
+        return scenarios.all_tools()
 
     @classmethod
     def subsets_of(cls, item: int) -> tuple[str, ...]:
-        if not 0 <= item < len(data.tasks()):
-            raise IndexError(f"bfcl has items 0 to {len(data.tasks()) - 1}, got {item}")
-        task = data.tasks()[item]
+        if not 0 <= item < len(scenarios.tasks()):
+            raise IndexError(f"bfcl has items 0 to {len(scenarios.tasks()) - 1}, got {item}")
+        task = scenarios.tasks()[item]
         return tuple(name for name in (task.category, task.domain) if name)
 
     def item_tools(self) -> list[str]:
-        names = [name for api in self._task.classes for name in data.class_tools(api)]
+        names = [name for api in self._task.classes for name in scenarios.class_tools(api)]
         held_back = {name for turn, later in self._task.held_back.items() if turn > self._turn for name in later}
         return [name for name in dict.fromkeys(names) if name not in held_back]
 
     def start(self, item: int) -> str:
-        self._task = data.tasks()[item]
+        self._task = scenarios.tasks()[item]
         self._apis, self._reference = Apis(self._task), Apis(self._task)
         self._turn = 0
         self._turn_calls = 0
@@ -110,7 +110,9 @@ class Bfcl(ToolTask):
         from bfcl_eval.constants.default_prompts import DEFAULT_USER_PROMPT_FOR_ADDITIONAL_FUNCTION_FC as PROMPT
 
         names = self._task.held_back[self._turn]
-        tools = (tool for api in self._task.classes for tool in data.class_tools(api).values() if tool.name in names)
+        tools = (
+            tool for api in self._task.classes for tool in scenarios.class_tools(api).values() if tool.name in names
+        )
         schemas = [json.dumps(tool.schema()["function"], ensure_ascii=False) for tool in tools]
         return "\n".join([*schemas, PROMPT])
 
@@ -175,4 +177,4 @@ def _check_numbers(arguments: Any) -> None:
 @cache
 def load_bfcl() -> type[Bfcl]:
     """Return the environment. Its splits are known once the package's data is read."""
-    return type("Bfcl", (Bfcl,), {"splits": data.splits(), "__doc__": Bfcl.__doc__, "__module__": __name__})
+    return type("Bfcl", (Bfcl,), {"splits": scenarios.splits(), "__doc__": Bfcl.__doc__, "__module__": __name__})

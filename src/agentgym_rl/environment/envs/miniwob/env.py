@@ -11,6 +11,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from playwright.async_api import FloatRect
+
 from agentgym_rl.environment.envs.miniwob.oracle import Click, next_action
 from agentgym_rl.environment.envs.miniwob.pages import pages_folder
 from agentgym_rl.environment.envs.miniwob.tasks import TASKS, TEST, TRAIN, task_of
@@ -159,7 +161,7 @@ class MiniWob:
     def render(self) -> bytes:
         """Return a PNG of the task."""
         shot = self._require_open().page.screenshot(
-            type="png", clip={"x": 0, "y": 0, "width": WIDTH, "height": HEIGHT}, timeout=PAGE_TIMEOUT_S * 1000
+            type="png", clip=FloatRect(x=0, y=0, width=WIDTH, height=HEIGHT), timeout=PAGE_TIMEOUT_S * 1000
         )
         return self._run(shot, CALL_TIMEOUT_S, "take a picture")
 
