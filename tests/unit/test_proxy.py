@@ -526,6 +526,8 @@ class Echo(ScriptedEngine):
 
 
 ECHOED = 40
+NO_LIMITS = httpx.Limits(max_connections=None, keepalive_expiry=None)
+"""A client that closes idle connections by itself loses requests in a busy event loop."""
 
 
 @pytest.mark.parametrize("count", [50, pytest.param(1000, marks=pytest.mark.long)])
@@ -540,7 +542,7 @@ async def test_many_sessions_at_once_do_not_mix_and_leave_nothing(count: int) ->
         proxy.sessions.open(session, claimable=False)
     async with AsyncExitStack() as stack:
         # One client for all would spend its time in searching its pool of connections.
-        options: dict[str, Any] = {"limits": httpx.Limits(max_connections=None), "timeout": 280, "verify": False}
+        options: dict[str, Any] = {"limits": NO_LIMITS, "timeout": 280, "verify": False}
         clients = [await stack.enter_async_context(httpx.AsyncClient(**options)) for _ in range(-(-count // 25))]
 
         async def play(number: int, session: ProxySession) -> list[int]:
