@@ -87,8 +87,8 @@ class TreeSession:
     async def step(self, text: str) -> Step:
         return await self._next(lambda: self._env.step(text))
 
-    async def call(self, calls: list[ToolCall]) -> Step:
-        return await self._next(lambda: self._env.call(calls))
+    async def call(self, calls: list[ToolCall], message: str = "") -> Step:
+        return await self._next(lambda: self._env.call(calls, message))
 
     async def _next(self, play: Callable[[], Awaitable[Step]]) -> Step:
         turn, branch = len(self.steps), self._branch
