@@ -252,7 +252,7 @@ def test_hosts_read_the_files_once_and_copy_weights_for_every_remote_vllm() -> N
     two_nodes = on_each_host(replace(pairs, engine="vllm"), 4)["host, running"]
     assert two_nodes.total == (2 + 4 + 4) * 2 * count + count, "half of the ranks hold half of a checkpoint"
     assert on_each_host(pairs, 8)["host, running"].total == 3 * 2 * count
-    assert not table(found, 1000 * GIB)[1]
+    assert not table(found, 100 * GIB)[1]
     assert table(found, None)[1], "not known to be too large"
     machine = on_each_host(replace(pairs, gpu=False), 8)["host, running"]
     assert machine.parts["8 ranks"] == 8 * learner_memory(replace(pairs, gpu=False)).total
