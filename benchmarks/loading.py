@@ -119,7 +119,8 @@ def measure(folder: Path, size: int) -> dict[str, Any]:
     ready.wait()
     before = held(pids)
     ready.wait()
-    peak, seconds = before, []
+    peak = before
+    seconds: list[float] = []
     while len(seconds) < size:
         now = held(pids)
         peak = max(peak[0], now[0]), max(peak[1], now[1])
