@@ -305,14 +305,11 @@ class ScaleConfig(_Section):
     object_store_mb: int | None = Field(None, ge=80)
     """Size of Ray's object store, if the run starts Ray; by default Ray's own choice."""
     shard_ranks: int | None = Field(None, ge=1)
-    """Ranks that share one copy of the model; by default all. Set it to the GPUs of a node, so that parameters are
-    gathered within a node and only gradients are summed between nodes (HSDP)."""
+    """Ranks that share one copy of the model (HSDP), such as those of a node; by default all."""
     offload: bool = False
-    """Keep each rank's shard of weights, gradients and moments on the host, where the optimizer runs (FSDP2). Adapters
-    stay on the device."""
+    """Keep each rank's shard of weights, gradients and moments on the host, where the optimizer runs. Not for LoRA."""
     reduce_gradients: Literal["pass", "update"] = "pass"
-    """When to sum gradients over ranks: after each pass, or once per update. The latter sends less, but each rank holds
-    whole gradients in float32. Sums between groups of shard_ranks are always made once per update."""
+    """When to sum gradients over ranks. Once per update sends less, but each rank holds whole float32 gradients."""
     bucket_mb: int = Field(256, ge=1)
     """Size of the buckets in which weights are sent to engines."""
     worker_timeout_s: float = Field(600.0, gt=0, allow_inf_nan=False)
