@@ -39,6 +39,9 @@ RESERVE = 0.08
 """Share of a device lost to frameworks and fragmentation."""
 PROCESS_BYTES = 1 * GIB
 """GPU memory of a process: the driver's context and buffers of libraries."""
+LOADING_BYTES = GIB // 5
+"""Host memory of a process that loads, beside the weights: mapped pages of a file, code of the model
+(benchmarks/loading.py)."""
 HEAD_CHUNK_BYTES = 4 * (40 << 20)
 """Bytes of logits in memory at once."""
 TEMPORARY_PARTS = ("gradients", "gathered", "whole gradients", "summed gradients", "activations")
@@ -298,10 +301,10 @@ def _sent_bytes(d: Demand) -> int:
 def on_each_host(d: Demand, per_node: int, host_bytes: int = 0) -> dict[str, Memory]:
     """Return the host memory of nodes with `per_node` processes of a kind, without environments.
 
-    Ranks and native engines read files straight into the memory where weights stay; the pages of the files are counted
-    once, although the kernel can drop them. A node holds two versions of weights sent to engines, old and new. Each
-    rank holds its share of a checkpoint's model. A vLLM on another node copies weights out of Ray's store, which its
-    worker cannot read. A vLLM that shares its device keeps its weights on the host while it sleeps.
+    Ranks and native engines read files straight into the memory where weights stay. For a GPU the pages of the files
+    are counted once, although the kernel can drop them. A node holds two versions of weights sent to engines, old and
+    new. Each rank holds its share of a checkpoint's model. A vLLM on another node copies weights out of Ray's store,
+    which its worker cannot read. A vLLM that shares its device keeps its weights on the host while it sleeps.
     """
     shape, b = d.shape, d.dtype_bytes
     if not d.distributed:
@@ -310,8 +313,10 @@ def on_each_host(d: Demand, per_node: int, host_bytes: int = 0) -> dict[str, Mem
     one_node = per_node >= (d.learners if d.colocated else d.learners + d.engines * d.tensor_parallel)
     load = {"pages of files": b * shape.count}
     if not d.gpu:
-        load |= {f"weights of {ranks} ranks": b * shape.count * ranks // d.shards}
-        load |= {f"weights of {engines} engines": b * shape.count * engines} if d.engine == "native" else {}
+        engines_here = engines if d.engine == "native" else 0
+        load = {f"weights of {ranks} ranks": b * shape.count * ranks // d.shards}
+        load |= {f"weights of {engines} engines": b * shape.count * engines_here}
+        load |= {"loading": LOADING_BYTES * (ranks + engines_here)}
     store = {"weights on their way": 2 * _sent_bytes(d) * shape.count}
     learning = store | {"checkpoint": b * shape.count * ranks // d.learners if d.trained is None else 4 * d.trained}
     learning |= {f"{name} of {ranks} ranks": ranks * size for name, size in _on_host(d).items()}

@@ -51,11 +51,8 @@ class ProcessRanks(Ranks):
         self.shard, self.offload, self.reduce_once = shard, offload, reduce_once
         self._device = torch.device(device)
         copies = self.size // (shard_ranks or self.size)
-        shape: tuple[int, ...] = (self.size,)
-        names: tuple[str, ...] = ("shard",)
-        if copies > 1:
-            shape, names = (copies, self.size // copies), ("replicate", "shard")
-        self._mesh: DeviceMesh = init_device_mesh(self._device.type, shape, mesh_dim_names=names)
+        shape = {"replicate": copies, "shard": self.size // copies} if copies > 1 else {"shard": self.size}
+        self._mesh: DeviceMesh = init_device_mesh(self._device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
     def device(self, model: Any) -> torch.device:
         return self._device if self.offload and hasattr(model, "gathered") else model.device

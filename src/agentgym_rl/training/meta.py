@@ -43,7 +43,7 @@ def _parameters_on_meta() -> Iterator[None]:
             parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]
+    nn.Module.register_parameter = register_on_meta  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
