@@ -43,7 +43,7 @@ def test_it_orders_pairs_of_items_it_has_not_seen(trained: tuple[Path, dict[str,
 
 
 @pytest.mark.long
-async def test_its_score_is_a_judge_of_an_rl_run(trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_its_score_is_a_judge_of_an_rl_run(trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     run, _ = trained
     judged = [
         f"model={{path='{run / 'checkpoints'}/step_000000/model'}}",
@@ -53,7 +53,7 @@ async def test_its_score_is_a_judge_of_an_rl_run(trained: tuple[Path, dict[str, 
     recipe = tmp_path / "judged.toml"
     text = (RECIPES / "reward_model.toml").read_text()
     recipe.write_text(text[text.index("[[environments]]") : text.index("[warm_start]")])
-    await train(load_config(recipe, judged), tmp_path / "run", console=quiet())
+    asyncio.run(train(load_config(recipe, judged), tmp_path / "run", console=quiet()))
     episodes = list(read_trajectories(tmp_path / "run" / "trajectories" / "step_000001.jsonl"))
     scores = [(t.success, t.training_reward) for t in episodes]
     assert all(0.0 < score < 1.0 for _, score in scores)
