@@ -82,7 +82,10 @@ def test_distillation_needs_a_teacher() -> None:
 @pytest.mark.timeout(900)
 async def test_a_teacher_is_a_term_of_rl(teacher: Path, tmp_path: Path) -> None:
     """The same episodes give another gradient with the teacher than without."""
-    common = ("rl.steps=1", "rl.groups_per_step=8", "rl.group_size=8", "eval.episodes=2", "rl.distill.reward_weight=1")
+    common = (
+        *("rl.steps=1", "rl.groups_per_step=8", "rl.group_size=8", "eval.episodes=2", "rl.distill.reward_weight=1"),
+        *("horizon.kind=fixed", "horizon.turns=[4]"),  # long enough for a success
+    )
     rows = []
     for coef in (0.0, 0.05):
         run = tmp_path / f"{coef}"
