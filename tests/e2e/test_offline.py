@@ -101,11 +101,11 @@ MOMENTS: dict[str, tuple[str, Callable[[Path], bool]]] = {
     "dagger in a later round": ("dagger", lambda run: (run / "rounds" / "round_002.jsonl").exists()),
     "reward_model between checkpoints": ("reward_model", lambda run: count_steps(run) >= 3),
 }
+QUICK = ("sft between checkpoints", "dpo once a round has its pairs")
+"""Moments of `make test`; `make test-long` has the others."""
 
 
-@pytest.mark.parametrize(
-    "moment", [pytest.param(m, marks=[pytest.mark.long] if "reward" in m else []) for m in MOMENTS]
-)
+@pytest.mark.parametrize("moment", [m if m in QUICK else pytest.param(m, marks=pytest.mark.long) for m in MOMENTS])
 def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(
     moment: str, uninterrupted: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -240,6 +240,7 @@ async def test_an_environment_without_tasks_in_a_round_is_skipped(tmp_path: Path
 
 
 @pytest.mark.timeout(900)  # under a minute on a free core; a busy machine takes longer
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["dpo", "agentevol", "dagger"])
 async def test_the_method_learns_the_game_from_random_play(method: str, tmp_path: Path) -> None:
     config = load_config(RECIPES / f"{method}.toml", ["threads=1"])

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,11 @@ LONGER = [QUICKSTART, RECIPES / "tools" / "keydoor.toml"]
 SMALL = [*LONGER, *sorted(RECIPES.glob("*/tiny*.toml"))]
 QWEN = [*sorted(RECIPES.glob("qwen/*.toml")), RECIPES / "tools" / "qwen_textcraft.toml"]
 PROGRAMS = sorted(RECIPES.rglob("*.py"))
+QUICK = [
+    *("quickstart", "textcraft/tiny", "babyai/tiny", "keydoor/tiny-agentevol", "tools/tiny_textcraft"),
+    *("qwen/textcraft", "qwen/babyai-sft"),
+]
+"""Recipes that `make test` runs; `make test-long` runs the others."""
 SHORTENED = [
     *("rl.steps=2", "rl.groups_per_step=4", "rl.group_size=3", "eval.episodes=6", "eval.every=0"),
     *("warm_start.episodes=60", "warm_start.sft.epochs=1"),
@@ -50,8 +56,14 @@ def relative_name(path: Path) -> str:
     return str(path.relative_to(RECIPES))
 
 
+def long_unless_quick(recipes: list[Path]) -> list[Any]:
+    quick = [RECIPES / f"{name}.toml" for name in QUICK]
+    return [path if path in quick else pytest.param(path, marks=pytest.mark.long) for path in recipes]
+
+
 def test_the_recipes_exist() -> None:
     assert QUICKSTART in ALL
+    assert {RECIPES / f"{name}.toml" for name in QUICK} <= {*SMALL, *QWEN}
     assert len(SMALL) > 1
     assert len(QWEN) >= 8, "RL and SFT of TextCraft, BabyAI, SearchQA and SciWorld"
     assert PROGRAMS, "recipes/unrolled_grpo.py is part of the project"
@@ -69,7 +81,7 @@ def test_a_recipe_is_valid(recipe: Path) -> None:
         assert set(env.subsets) <= set(env_class.subsets)
 
 
-@pytest.mark.parametrize("recipe", SMALL, ids=relative_name)
+@pytest.mark.parametrize("recipe", long_unless_quick(SMALL), ids=relative_name)
 def test_a_small_recipe_runs_two_steps(recipe: Path, tmp_path: Path) -> None:
     overrides = [f"run_dir={tmp_path / 'run'}", "threads=1", *(SHORTENED if recipe in LONGER else [])]
     process = Process(["train", str(recipe), *overrides], tmp_path / "output")
@@ -90,7 +102,7 @@ def tiny_qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("recipe", QWEN, ids=relative_name)
+@pytest.mark.parametrize("recipe", long_unless_quick(QWEN), ids=relative_name)
 def test_a_qwen_recipe_runs_two_steps_with_a_tiny_qwen2_model(
     recipe: Path, tiny_qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

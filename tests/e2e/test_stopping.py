@@ -80,7 +80,7 @@ async def test_a_stop_does_not_save_a_step_twice(tmp_path: Path, monkeypatch: py
     assert saved == [0, 1]
 
 
-@pytest.mark.parametrize("method", ["rl", "sft"])
+@pytest.mark.parametrize("method", ["rl", pytest.param("sft", marks=pytest.mark.long)])
 async def test_resuming_falls_back_to_the_newest_complete_checkpoint_and_says_so(method: str, tmp_path: Path) -> None:
     def config() -> Config:
         if method == "rl":
@@ -110,6 +110,7 @@ async def test_resuming_falls_back_to_the_newest_complete_checkpoint_and_says_so
         await run(resume=True)
 
 
+@pytest.mark.long
 def test_a_run_stopped_before_rl_can_be_resumed(tmp_path: Path) -> None:
     """Stop in the warm start, which is not saved, and in the first evaluation, when the warm start is saved."""
     folder, short = tmp_path / "run", ("rl.steps=1", "warm_start.sft.epochs=60")
