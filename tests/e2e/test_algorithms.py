@@ -26,7 +26,7 @@ ARMS: dict[str, tuple[int, tuple[str, ...]]] = {
 """Steps of 128 episodes each, and overrides for short tests: more updates and tasks per step need fewer steps.
 AgentEvol and DPO are tested with their recipes, from the same start."""
 LONG = ("GRPO", "RLOO", "REINFORCE++", "GiGPO")
-"""Arms that only `make test-long` runs: they differ in their advantages, which have unit tests. PPO has a critic, too."""
+"""Arms that only `make test-long` runs: they differ in their advantages, which have unit tests. PPO has a critic."""
 LEARNS = "test_it_reaches_nine_tenths_of_the_optimum"
 
 
