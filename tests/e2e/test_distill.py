@@ -32,6 +32,7 @@ def student(teacher: Path, *overrides: str) -> Config:
     return load_config(RECIPES / "distill.toml", [*paths, *overrides])
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 async def test_the_student_learns_what_the_teacher_knows(teacher: Path, tmp_path: Path) -> None:
     summary = await train(student(teacher), tmp_path / "run", console=quiet())
@@ -42,6 +43,7 @@ async def test_the_student_learns_what_the_teacher_knows(teacher: Path, tmp_path
     assert [row["horizon/keydoor"] for row in rows][::15] == [2.0, 4.0]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_killed_and_resumed_distillation_equals_an_uninterrupted_one(teacher: Path, tmp_path: Path) -> None:
     def command(run: Path) -> list[str]:
@@ -57,6 +59,7 @@ def test_a_killed_and_resumed_distillation_equals_an_uninterrupted_one(teacher: 
     assert comparable_metrics(killed) == comparable_metrics(whole)
 
 
+@pytest.mark.long
 async def test_a_teacher_with_another_vocabulary_is_refused(teacher: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
@@ -79,6 +82,7 @@ def test_distillation_needs_a_teacher() -> None:
         load_config(RECIPES / "tiny.toml", ["rl.distill.teacher=runs/x"])
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 async def test_a_teacher_is_a_term_of_rl(teacher: Path, tmp_path: Path) -> None:
     """The same episodes give another gradient with the teacher than without."""

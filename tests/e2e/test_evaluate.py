@@ -183,6 +183,7 @@ def adapted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 async def test_a_run_that_trained_adapters_plays_with_them(adapted: Path, model: Path, tmp_path: Path) -> None:
     row = await evaluate(Request(AgentOptions(str(adapted)), out=tmp_path / "out", **GO_TO_BALL), quiet())
     checkpoint = adapted / "checkpoints" / "step_000001" / "model"
@@ -205,6 +206,7 @@ async def test_a_run_that_trained_adapters_plays_with_them(adapted: Path, model:
     assert start.identity["weights"] != agent["weights"]
 
 
+@pytest.mark.long
 def test_merged_export_contains_the_adapters(adapted: Path, model: Path, tmp_path: Path) -> None:
     ids = torch.tensor([[1, 2, 3, 4]])
     merged = {}

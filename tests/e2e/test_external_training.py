@@ -64,6 +64,7 @@ def test_a_program_with_the_openai_sdk_trains_token_exactly(program: str, tmp_pa
     assert {t.stop for t in played} <= {StopReason.DONE, StopReason.MAX_TURNS}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("program", "package", "linear"),
     [("pydantic_agent", "pydantic_ai", True), ("smolagents_agent", "smolagents", False)],
@@ -101,6 +102,7 @@ def test_a_model_learns_through_a_program(program: str, recipe: str, tmp_path: P
     assert lowest_after > highest_before, (before, after)
 
 
+@pytest.mark.long
 def test_an_agent_that_judges_itself_trains_on_all_its_calls(tmp_path: Path) -> None:
     arguments = ["train", str(EXAMPLES / "keydoor.toml"), f"run_dir={tmp_path / 'run'}"]
     process = Process([*arguments, "agent.program=judged_agent:play", *SMALL], tmp_path / "output")

@@ -144,6 +144,7 @@ async def test_rescore_judges_stored_episodes_again_and_shows_how_ranks_change(
     assert "Largest changes" in text
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_killed_and_resumed_judged_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     with judge_server("turn left") as server:

@@ -156,6 +156,7 @@ async def test_a_stop_during_restore_keeps_the_checkpoint_intact(
     assert_equal(run, uninterrupted("sft"))
 
 
+@pytest.mark.long
 def test_the_compared_runs_are_not_trivial(uninterrupted: Callable[[str], Path]) -> None:
     """Check the reference runs, because two empty runs would be equal too."""
     for method in SMALL:
@@ -173,6 +174,7 @@ def test_the_compared_runs_are_not_trivial(uninterrupted: Callable[[str], Path])
         assert len(list_checkpoints(run / "checkpoints")) == 2
 
 
+@pytest.mark.long
 def test_every_round_of_agentevol_starts_from_the_base_model(
     uninterrupted: Callable[[str], Path], tmp_path: Path
 ) -> None:

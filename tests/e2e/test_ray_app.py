@@ -263,6 +263,7 @@ async def test_an_engine_sleeps_while_its_learner_works_and_restarts_after_its_d
         await app.close()
 
 
+@pytest.mark.long
 async def test_ranks_send_to_engines_on_their_device_and_a_dead_engine_is_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,6 +323,7 @@ async def test_an_engine_that_dies_at_every_load_ends_the_run_with_the_cause() -
         await app.close()
 
 
+@pytest.mark.long
 async def test_a_call_to_a_dead_shared_state_ends_the_run(tmp_path: Path) -> None:
     """Also if an engine or a host that is alive reports its death."""
     app = await started(plan(learners=1, engines=1), make_player=Reporting)

@@ -48,6 +48,8 @@ MOMENTS: dict[str, Callable[[Path], bool]] = {
     "while a checkpoint is written": lambda run: (run / "checkpoints" / ".step_000004.tmp").exists(),
     "in the last evaluation": lambda run: (run / "trajectories" / "eval_000006.jsonl").exists(),
 }
+QUICK = ("between checkpoints", "while a checkpoint is written")
+"""Moments of `make test`; `make test-long` has the others."""
 
 
 def assert_equal(run: Path, expected: Path) -> None:
@@ -85,7 +87,7 @@ def test_the_reference_run_is_not_trivial(uninterrupted: Path) -> None:
     assert len(set(tasks)) == 4
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", [m if m in QUICK else pytest.param(m, marks=pytest.mark.long) for m in MOMENTS])
 def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(moment: str, uninterrupted: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     train_process(run).kill_when(lambda: MOMENTS[moment](run))
@@ -103,6 +105,7 @@ def test_a_run_killed_twice_equals_an_uninterrupted_one(uninterrupted: Path, tmp
     assert_equal(run, uninterrupted)
 
 
+@pytest.mark.long
 def test_resuming_a_finished_run_does_nothing_and_can_extend_it(uninterrupted: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     finish(run, "rl.steps=4", "rl.optimizer.decay=constant")
@@ -117,6 +120,7 @@ def test_resuming_a_finished_run_does_nothing_and_can_extend_it(uninterrupted: P
     assert_equal(run, in_one_go)
 
 
+@pytest.mark.long
 def test_the_installed_command_can_be_killed_and_resumed(uninterrupted: Path, tmp_path: Path) -> None:
     """Repeat the test with the command that a user types."""
     run, recipe = tmp_path / "run", tmp_path / "tiny.toml"

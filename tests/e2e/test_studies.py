@@ -36,6 +36,7 @@ JOBS = [
 ]
 
 
+@pytest.mark.long
 def test_a_stopped_study_resumes_and_leaves_small_records(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

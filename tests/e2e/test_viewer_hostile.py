@@ -188,6 +188,7 @@ LETTER_POSITIONS = """async name => {
 }"""
 
 
+@pytest.mark.long
 def test_no_script_of_a_hostile_run_is_executed(page: Page, root: Path, tmp_path: Path) -> None:
     library = library_of(root, tmp_path)
     with viewer_in_thread(library) as url:
