@@ -188,7 +188,6 @@ LETTER_POSITIONS = """async name => {
 }"""
 
 
-@pytest.mark.long
 def test_no_script_of_a_hostile_run_is_executed(page: Page, root: Path, tmp_path: Path) -> None:
     library = library_of(root, tmp_path)
     with viewer_in_thread(library) as url:
@@ -224,6 +223,7 @@ def test_no_script_of_a_hostile_run_is_executed(page: Page, root: Path, tmp_path
             assert page.evaluate(EXECUTED) is None
 
 
+@pytest.mark.long
 def test_no_script_of_a_hostile_export_is_executed(page: Page, root: Path, tmp_path: Path) -> None:
     library = library_of(root, tmp_path)
     text, _ = run_in_thread(exported_page(library, episodes=100, pictures=True))
