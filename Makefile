@@ -15,7 +15,7 @@ quickstart: $(QUICK)
 
 # Files go to the workers in the order of tests/conftest.py, the longest first; else those of most tests would be first.
 test: lint browser
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not long" $(ARGS)
 
 # What takes too long for `make test`: algorithms that learn, and faults on a cluster that `make faults` does not have.
 test-long: $(FULL)
@@ -31,7 +31,7 @@ test-vllm: $(VLLM)/.done
 
 # The bridge to verifiers, in an environment of its own: it wants mcp<2, the bridge to MCP wants 2.
 test-verifiers: $(VERIFIERS)/.done
-	$(VERIFIERS)/bin/python -m pytest tests/verifiers $(ARGS)
+	$(VERIFIERS)/bin/python -m pytest tests/verifiers_bridge $(ARGS)
 
 # Kills, hangs and full disks while a run trains on a two-node Ray cluster of this machine; prints a table.
 faults: $(FULL)

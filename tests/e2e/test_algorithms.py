@@ -25,8 +25,6 @@ ARMS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 """Steps of 128 episodes each, and overrides for short tests: more updates and tasks per step need fewer steps.
 AgentEvol and DPO are tested with their recipes, from the same start."""
-LONG = ("GRPO", "RLOO", "REINFORCE++", "GiGPO")
-"""Arms that only `make test-long` runs: they differ in their advantages, which have unit tests. PPO has a critic."""
 LEARNS = "test_it_reaches_nine_tenths_of_the_optimum"
 
 
@@ -59,7 +57,8 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("arm", [pytest.param(arm, marks=pytest.mark.long) if arm in LONG else arm for arm in ARMS])
+@pytest.mark.long
+@pytest.mark.parametrize("arm", ARMS)
 def test_it_reaches_nine_tenths_of_the_optimum(results: dict[str, dict[str, Any]], arm: str) -> None:
     before, after = results[arm]["before"], results[arm]["after"]
     assert before["success"] < 0.3

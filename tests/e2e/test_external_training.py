@@ -112,6 +112,7 @@ def test_an_agent_that_judges_itself_trains_on_all_its_calls(tmp_path: Path) -> 
         assert sum(m.logprobs is not None for m in trajectory.messages) == 2
 
 
+@pytest.mark.long
 def test_clients_of_the_proxy_command_play_the_episodes_of_a_run(tmp_path: Path) -> None:
     import openai_agent  # type: ignore[import-not-found]
 

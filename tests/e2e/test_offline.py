@@ -101,7 +101,7 @@ MOMENTS: dict[str, tuple[str, Callable[[Path], bool]]] = {
     "dagger in a later round": ("dagger", lambda run: (run / "rounds" / "round_002.jsonl").exists()),
     "reward_model between checkpoints": ("reward_model", lambda run: count_steps(run) >= 3),
 }
-QUICK = ("sft between checkpoints", "dpo once a round has its pairs")
+QUICK = ("dpo once a round has its pairs",)
 """Moments of `make test`; `make test-long` has the others."""
 
 

@@ -156,6 +156,7 @@ def test_the_death_of_the_shared_state_ends_a_run_like_that_of_a_rank(cluster: A
     assert steps_of(folder) == list(range(1, steps_of(folder)[-1] + 1))
 
 
+@pytest.mark.long
 async def test_folders_that_differ_on_another_node_are_refused(
     cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,7 @@ from agentgym_rl.run.stopping import Stopped
 from agentgym_rl.training.checkpoint import list_checkpoints
 
 
+@pytest.mark.long
 def test_sigterm_writes_a_checkpoint_and_the_resumed_run_is_the_same(tmp_path: Path) -> None:
     uninterrupted = ForkedCommand(tmp_path / "whole" / "run")
     stopped = Command(tmp_path / "cut" / "run", "checkpoint.every=100")  # in a fresh process, as a user starts it
@@ -179,6 +180,7 @@ def still_running(pids: Iterable[int]) -> list[int]:
     return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("moment", ["ranks imitate", pytest.param("engines are made", marks=pytest.mark.long)])
 def test_sigterm_while_a_cluster_starts_leaves_no_process(
     moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -106,6 +106,7 @@ def test_a_failed_job_is_reported_and_its_dependants_do_not_run(
     assert "unknown key" in (tmp_path / "work" / "tiny.log").read_text()
 
 
+@pytest.mark.long
 def test_a_record_that_cannot_be_written_does_not_stop_the_other_jobs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -157,7 +157,7 @@ async def test_each_environment_has_its_own_horizon(tmp_path: Path) -> None:
             assert t.horizon == (3 if t.task.env == "doubling" else (2, 4, 4)[step - 1])
 
 
-@pytest.mark.parametrize("on_timeout", ["retry", "truncate"])
+@pytest.mark.parametrize("on_timeout", [pytest.param("retry", marks=pytest.mark.long), "truncate"])
 async def test_timed_out_episodes_are_counted_and_recorded(on_timeout: str, tmp_path: Path) -> None:
     num_steps = 0
 
@@ -245,6 +245,7 @@ async def test_an_invalid_run_leaves_no_folder(changes: dict, message: str, tmp_
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("policy", "played"), [("random", 250), ("oracle", 100)])
 async def test_random_play_repeats_items_and_the_oracle_does_not(policy: str, played: int, tmp_path: Path) -> None:
     changes = {"rl__steps": 0, "warm_start__policy": policy, "warm_start__episodes": 250}

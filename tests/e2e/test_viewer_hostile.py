@@ -64,7 +64,7 @@ class Hostile(Counting):
 class HostileEnvironments(ViewerEnvironments):
     """The hostile environment under any name."""
 
-    async def open(self, env: str, style: str = "act", turns_per_attempt: int | None = None) -> EnvSession:
+    async def open(self, env: str, *options: Any) -> EnvSession:
         return await LocalPool({"hostile": Hostile}).open("hostile")
 
     def describe(self) -> list[dict[str, Any]]:

@@ -94,6 +94,7 @@ def num_contexts() -> int:
 # --- tasks -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.timeout(3600 if os.environ.get(PLAY_ALL) else 600)
 def test_oracle_solves_the_tasks_in_four_sessions() -> None:
     items = chosen_items()
@@ -436,6 +437,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     server.server_close()
 
 
+@pytest.mark.long
 def test_program_html_on_a_published_site(env: WebArena, site: str) -> None:
     for number, success in enumerate((True, True, False, True, True)):
         first = env.reset(1000 + number)
@@ -444,6 +446,7 @@ def test_program_html_on_a_published_site(env: WebArena, site: str) -> None:
         assert step.info["success"] is success, number
 
 
+@pytest.mark.long
 def test_each_checked_page_has_its_own_deadline(env: WebArena, site: str, monkeypatch: pytest.MonkeyPatch) -> None:
     env.reset(1006)
     with monkeypatch.context() as patch:

@@ -518,7 +518,7 @@ def test_an_optimizer_of_another_kind_is_refused_with_a_reason() -> None:
     whole, half = RLLearner(tiny_model(), SETTINGS, 1.0), RLLearner(tiny_model().bfloat16(), SETTINGS, 1.0)
     for learner, other in ((whole, half), (half, whole)):
         learner.restore(learner.state())
-        with pytest.raises(ConfigError, match="resume with both as they were"):
+        with pytest.raises(ConfigError, match="resume with the one that it was written with"):
             learner.restore(other.state())
 
 

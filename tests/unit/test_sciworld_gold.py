@@ -98,6 +98,7 @@ def test_paths_are_written_and_read_for_one_version_of_the_simulator(
     assert "are not used with 9.9" in caplog.text
 
 
+@pytest.mark.long
 def test_no_session_waits_while_another_asks_for_its_oracle(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     computed = []
     compute = gold._compute

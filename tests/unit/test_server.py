@@ -366,7 +366,7 @@ def test_sigterm_closes_environments_of_a_real_process():
 def test_serve_refuses_invalid_settings():
     with pytest.raises(ConfigError, match=r"0\.0\.0\.0 can be reached from other machines, so a token is needed"):
         serve(["textcraft"], host="0.0.0.0", port=0)
-    with pytest.raises(ConfigError, match=r"unknown environment 'chess': known are alfworld, .*textcraft"):
+    with pytest.raises(ConfigError, match=r"unknown environment 'chess': known are agentdojo, .*textcraft"):
         serve(["chess"], port=0)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
