@@ -146,6 +146,7 @@ async def test_a_run_whose_episodes_all_fail_ends_with_one_clear_error(tmp_path:
     assert [event["kind"] for event in read_metrics(tmp_path / "run" / "events.jsonl")] == ["failed"]
 
 
+@pytest.mark.long
 async def test_a_killed_server_fails_its_episodes_and_training_continues_with_the_other(tmp_path: Path) -> None:
     """Kill the server during RL. The run learns from the episodes of the other environment."""
     environments = [{"name": "counting"}, {"name": "fuse"}]

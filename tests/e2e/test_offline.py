@@ -101,11 +101,10 @@ MOMENTS: dict[str, tuple[str, Callable[[Path], bool]]] = {
     "dagger in a later round": ("dagger", lambda run: (run / "rounds" / "round_002.jsonl").exists()),
     "reward_model between checkpoints": ("reward_model", lambda run: count_steps(run) >= 3),
 }
-QUICK = ("dpo once a round has its pairs",)
-"""Moments of `make test`; `make test-long` has the others."""
 
 
-@pytest.mark.parametrize("moment", [m if m in QUICK else pytest.param(m, marks=pytest.mark.long) for m in MOMENTS])
+@pytest.mark.long
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(
     moment: str, uninterrupted: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -390,6 +390,7 @@ async def test_what_cannot_be_placed_is_refused_with_a_reason() -> None:
         await started(plan(learners=20, engines=1, layout="disaggregated", address="there", worker_timeout_s=0.1))
 
 
+@pytest.mark.long
 async def test_an_engine_that_cannot_start_gives_the_reason_in_one_line() -> None:
     with pytest.raises(
         WorkerLost, match=r"engine 0 could not be created: .*needs vLLM 0.22 to 0.32, which is not installed"

@@ -48,7 +48,7 @@ MOMENTS: dict[str, Callable[[Path], bool]] = {
     "while a checkpoint is written": lambda run: (run / "checkpoints" / ".step_000004.tmp").exists(),
     "in the last evaluation": lambda run: (run / "trajectories" / "eval_000006.jsonl").exists(),
 }
-QUICK = ("between checkpoints", "while a checkpoint is written")
+QUICK = ("between checkpoints",)
 """Moments of `make test`; `make test-long` has the others."""
 
 
@@ -96,6 +96,7 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(moment: str, unint
     assert not list((run / "checkpoints").glob(".*"))
 
 
+@pytest.mark.long
 def test_a_run_killed_twice_equals_an_uninterrupted_one(uninterrupted: Path, tmp_path: Path) -> None:
     """Change how checkpoints are written, which has no effect on what is learned."""
     run, background = tmp_path / "run", "checkpoint.background=true"
@@ -152,6 +153,7 @@ def test_a_run_is_not_resumed_with_other_settings(uninterrupted: Path) -> None:
     assert "Traceback" not in output
 
 
+@pytest.mark.long
 def test_checkpoints_without_optimizer_hold_the_model_and_refuse_resume(tmp_path: Path) -> None:
     run, overrides = tmp_path / "run", ("checkpoint.optimizer=false", "rl.optimizer.decay=constant")
     finish(run, "rl.steps=2", *overrides)

@@ -58,6 +58,7 @@ async def test_a_run_of_trees_learns(tmp_path: Path) -> None:
     assert 60 < len(episodes) <= 8 * 2 * (1 + 2 * 2), "a tree of short paths has few places to branch"
 
 
+@pytest.mark.long
 async def test_a_run_of_trees_that_is_resumed_equals_one_in_one_go(tmp_path: Path) -> None:
     settings = {"rl__tree": TREE, "rl__keep_groups": 0.25, "rl__zero_variance": "keep"}
     await run(counting_config(**settings, rl__steps=2), tmp_path / "whole")

@@ -135,6 +135,7 @@ def test_no_session_waits_while_another_asks_for_its_oracle(empty_cache: Path, m
         session.close()
 
 
+@pytest.mark.long
 def test_a_broken_cache_is_a_warning_and_not_an_error(
     empty_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
