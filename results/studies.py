@@ -499,6 +499,22 @@ def long_context(seeds: list[int] | None) -> list[Job]:
     return jobs
 
 
+def asynchronous(seeds: list[int] | None) -> list[Job]:
+    """Return the quickstart with groups that are 0, 1, 2 and 4 steps old at most."""
+    return [
+        Job(
+            name=f"quickstart-staleness-{bound}-{seed}",
+            arm=f"max_staleness {bound}",
+            task="babyai",
+            seed=seed,
+            recipe="quickstart.toml",
+            arguments=(f"rl.max_staleness={bound}",),
+        )
+        for seed in (seeds if seeds is not None else range(3))
+        for bound in (0, 1, 2, 4)
+    ]
+
+
 TREE_ARMS: dict[str, tuple[str, ...]] = {
     "chains": (),
     "trees": ("rl.tree={roots=4, branches=1, depth=1}",),
@@ -556,6 +572,7 @@ STUDIES: dict[str, Callable[[list[int] | None], list[Job]]] = {
     "teachers": teachers,
     "collapse": collapse,
     "long-context": long_context,
+    "asynchronous": asynchronous,
     "trees": trees,
     "qwen-trees": qwen_trees,
 }
