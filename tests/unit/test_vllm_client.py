@@ -32,6 +32,7 @@ from agentgym_rl.agent.engines.vllm import server as vllm_server_module
 from agentgym_rl.agent.engines.vllm.probe import TOLERANCE, checksum, parameter_checksums
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.commands.train import train
+from agentgym_rl.common.model_loading import loading_lock
 from agentgym_rl.config import Config
 from agentgym_rl.errors import ConfigError, EngineError
 from agentgym_rl.run.collectors import engine_policies
@@ -103,7 +104,8 @@ class Server:
                 return {"results": [parameter_checksums(self.model, *body["args"])]}
             assert body["method"] == "agentgym_load_folder"
             if not self.ignores:
-                self.model = LlamaForCausalLM.from_pretrained(body["args"][0]).eval()
+                with loading_lock:  # a second server, or the learner, may load in another thread
+                    self.model = LlamaForCausalLM.from_pretrained(body["args"][0]).eval()
         return {"success": True}
 
     @torch.no_grad()
