@@ -146,6 +146,8 @@ class AlfWorldServer(ServerBase):
 class SqlGymServer(ServerBase):
     """Has eight sessions. A further /create returns one of them. One statement ends the episode."""
 
+    may_abandon: bool = False
+    """Whether an episode may be reset before it ended. Otherwise that shows that two episodes share a session."""
     sessions: list[int] = field(default_factory=list)
     items: dict[int, int | None] = field(default_factory=dict)
 
@@ -161,7 +163,7 @@ class SqlGymServer(ServerBase):
         body = await request.json()
         if (refused := require(body, env_idx=int, item_id=int)) is not None:
             return refused
-        assert self.items[body["env_idx"]] is None, "two episodes play in one session"
+        assert self.may_abandon or self.items[body["env_idx"]] is None, "two episodes play in one session"
         self.items[body["env_idx"]] = body["item_id"]
         return JSONResponse([f"numbers contains tables such as n. What is {body['item_id']} plus one?", None])
 

@@ -15,9 +15,28 @@ from typing import Any
 
 import uvicorn
 
+from agentgym_rl.environment import conformance
 from agentgym_rl.environment.base import TextEnv
+from agentgym_rl.environment.pool import RemotePool
 from agentgym_rl.environment.server import bind, create_app, uvicorn_server
 from agentgym_rl.environment.server_sessions import Sessions
+
+
+async def problems_over_http(name: str, env_class: type[TextEnv]) -> list[str]:
+    """Serve an environment over HTTP and return what the conformance suite finds wrong with it there."""
+    items = conformance.sample_items(env_class)
+    sent = {kind: action for kind, action in conformance.HOSTILE.items() if kind not in ("lone surrogates", "noise")}
+    with server_in_thread({name: env_class}) as server:
+        pool = RemotePool({name: f"{server.url}/{name}"}, timeout_s=120)
+        try:
+            return [
+                *await conformance.determinism_problems(pool, name, items),
+                *await conformance.concurrency_problems(pool, name, items, sessions=3),
+                *(await conformance.hostile_problems(pool, name, items[0], sent))[0],
+                *(await conformance.random_problems(pool, name, items, turns=6))[0],
+            ]
+        finally:
+            await pool.close()
 
 
 @dataclass

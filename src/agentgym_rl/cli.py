@@ -152,7 +152,10 @@ def _print_environments(rows: list[dict[str, Any]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("environment", "what it is", "items", "subsets", box=None, pad_edge=False, header_style="bold")
+    # Names are typed into other commands, so they are never cut.
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading, no_wrap in (("environment", True), ("what it is", False), ("items", True), ("subsets", False)):
+        table.add_column(heading, no_wrap=no_wrap, overflow="fold")
     longest = max((len(split) for row in rows for split in row["splits"]), default=0)
     for row in rows:
         lacking = "needs a server" if row.get("server") else "not installed"
@@ -162,7 +165,8 @@ def _print_environments(rows: list[dict[str, Any]]) -> None:
         more = len(row["subsets"]) - SUBSETS_SHOWN
         what = Text.assemble(row["summary"], "\n", (row["licence"], "dim"))
         if row["missing"]:
-            what.append(f"\n{row['missing'].rpartition(': ')[2]}", "yellow")
+            reason, _, command = row["missing"].rpartition(": ")
+            what.append(f"\n{command if 'needs the package' in reason else row['missing']}", "yellow")
         table.add_row(
             Text.assemble((row["name"], "bold cyan"), "\n", state),
             what,
@@ -460,7 +464,7 @@ def view(
     token_variable: Annotated[str | None, typer.Option(help="Variable that holds the token of those servers")] = None,
     env: Annotated[
         list[str] | None,
-        typer.Option(help="Class of your own, my_module:MyEnv, or a recipe or run whose classes to import"),
+        typer.Option(help="Class of your own, my_module:MyEnv, or a recipe, run or evaluation whose classes to import"),
     ] = None,
     export: Annotated[Path | None, typer.Option(help="Write one HTML file instead of serving")] = None,
     episodes: Annotated[int, typer.Option(min=0, help="With --export: most episodes of a run")] = 200,

@@ -288,6 +288,13 @@ def test_a_recipe_is_trained_and_diagnosed_by_name(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "summary.json").is_file()
 
 
+def test_envs_cuts_no_name_in_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    printed = command("envs").stdout
+    assert "gymnasium:CliffWalking-v1 " in printed
+    assert "…" not in printed
+
+
 def test_envs_lists_the_environments() -> None:
     rows = {row["name"]: row for row in json.loads(command("envs", "--json").stdout)}
     assert rows["textcraft"]["subsets"] == ["depth1", "depth2", "depth3", "depth4"]

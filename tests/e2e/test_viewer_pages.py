@@ -344,6 +344,16 @@ def test_the_playground_opens_the_last_choice_and_clears_on_error(page: Page, ur
     item.press("Enter")
     expect(page.locator(".now")).to_be_visible()
     expect(page.locator(".message.error")).to_have_count(0)
+    environment.select_option("gymnasium:CliffWalking-v1")
+    width = page.evaluate(
+        """() => {
+            const select = document.querySelector('.setup select');
+            const context = document.createElement('canvas').getContext('2d');
+            context.font = getComputedStyle(select).font;
+            return select.clientWidth - context.measureText(select.value).width;
+        }"""
+    )
+    assert width > 0, "the name is cut"
     go(page, f"{url}#/play?env=maze&item=3&subset=nowhere")
     expect(page.locator(".now")).to_be_visible()
     page.get_by_role("button", name="Random item").click()

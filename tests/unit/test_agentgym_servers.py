@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from agentgym_rl.cli import app
 from agentgym_rl.config import EnvironmentConfig, load_config
-from agentgym_rl.environment import catalog
+from agentgym_rl.environment import catalog, conformance
 from agentgym_rl.environment.agentgym_servers import KNOWN_DIALECTS, SERVED, sql_of, tool_call_of
 from agentgym_rl.environment.pool import RemotePool
 from agentgym_rl.errors import ConfigError
@@ -148,6 +148,23 @@ def test_the_statement_of_a_reply(text: str, sent: str) -> None:
 )
 def test_the_call_of_a_reply(text: str, sent: str) -> None:
     assert tool_call_of(text) == sent
+
+
+@pytest.mark.parametrize("name", SERVED)
+async def test_each_passes_the_conformance_suite(name: str) -> None:
+    others = {"webshop": WebShopServer(), "alfworld": AlfWorldServer(), "sqlgym": SqlGymServer(may_abandon=True)}
+    items = [SERVED[name].splits["test"][0], SERVED[name].splits["test"][-1]]
+    # Texts that JSON can hold; long ones take the server's regular expression seconds.
+    sent = {kind: text for kind, text in conformance.HOSTILE.items() if len(text) < 1000 and kind != "lone surrogates"}
+    with running(others.get(name, ToolServer())) as url:
+        pool = RemotePool({name: f"{url}/{name}"}, timeout_s=120)
+        try:
+            assert await conformance.determinism_problems(pool, name, items) == []
+            assert await conformance.concurrency_problems(pool, name, items) == []
+            assert (await conformance.hostile_problems(pool, name, items[0], sent))[0] == []
+            assert (await conformance.random_problems(pool, name, items, turns=6))[0] == []
+        finally:
+            await pool.close()
 
 
 @pytest.mark.parametrize("name", SERVED)

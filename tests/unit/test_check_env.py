@@ -16,7 +16,10 @@ DEFECTS = """
 import random
 import time
 
+import numpy
+
 from number_guessing import NumberGuessing
+from agentgym_rl.errors import EnvUnavailable
 from agentgym_rl.types import Step
 
 
@@ -105,6 +108,27 @@ class NoPicture(NumberGuessing):
         return "<svg></svg>"
 
 
+class OneSession(NumberGuessing):
+    is_open = False
+
+    def reset(self, item):
+        if OneSession.is_open and not vars(self):
+            raise EnvUnavailable("the server is full")
+        OneSession.is_open = True
+        return super().reset(item)
+
+    def close(self):
+        if vars(self):
+            OneSession.is_open = False
+
+
+class Float32(NumberGuessing):
+    def step(self, text):
+        step = super().step(text)
+        step.reward = numpy.float32(step.reward)
+        return step
+
+
 class Modest(NumberGuessing):
     cheap = False
     oracle = actions = render = None
@@ -131,6 +155,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("GlobalRandom", "determinism", ["is not the same game", "Luck"]),
         ("SetOrder", "determinism", ["differs between processes", "order of a set"]),
         ("SharedState", "concurrency", ["is another game while others are played", "keep state in the instance"]),
+        ("OneSession", "concurrency", ["6 sessions at once are not possible: the server is full", "agent.concurrency"]),
+        ("Float32", "random play", ["must return a float as reward, got float32: write float(reward)"]),
         ("Raising", "hostile actions", ["'empty'", "raised ValueError"]),
         ("Gullible", "hostile actions", ["is rewarded"]),
         ("NotJson", "random play", ["an info that JSON can represent", "set"]),

@@ -127,7 +127,7 @@ async def test_a_server_that_starts_late_is_reached_by_a_retry():
         (ok(b"[1]"), "must answer with an object, got list"),
         (ok(b'{"observation": "x", "reward": 1}'), "'done' is missing"),
         (ok(b'{"observation": 3, "reward": 1, "done": false}'), "must return a string as observation"),
-        (ok(b'{"observation": "x", "reward": null, "done": false}'), "must return a finite reward"),
+        (ok(b'{"observation": "x", "reward": null, "done": false}'), "must return a float as reward, got NoneType"),
         (ok(b'{"observation": "x", "reward": 0, "done": "no"}'), "must return a bool as done"),
         (ok(b'{"error": "no such env"}'), "answered with an error: no such env"),
         (b"HTTP/1.1 418 Teapot\r\nContent-Length: 5\r\n\r\nshort", "answered 418: short"),

@@ -249,6 +249,15 @@ def test_a_resumed_folder_keeps_episodes_and_drops_a_torn_line(tmp_path: Path) -
             Folder(tmp_path / "x", config(plans), {})
 
 
+def test_the_name_of_an_environment_may_be_an_address(tmp_path: Path) -> None:
+    task = Task("openenv:http://127.0.0.1:8000/maze", 0)
+    address = replace(episode(0), task=task)
+    with Folder(tmp_path / "x", config([plan("A", "a", range(1))]), {}) as folder:
+        folder.write(address, replace(trajectory(0, WON), task=task), 0, None, 0)
+    with Folder(tmp_path / "x", config([plan("A", "a", range(1))]), {}) as folder:
+        assert folder.finished((task.env, 0, 0))
+
+
 def test_a_folder_rejects_other_settings_and_damaged_files(tmp_path: Path) -> None:
     plans = [plan("A", "a", range(3))]
     root = evaluated(tmp_path / "us", plans, {0: WON})

@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("mcp")
 
 from mcp import Client, StdioServerParameters
-from servers_for_tests import asgi_in_thread, server_in_thread
+from servers_for_tests import asgi_in_thread, problems_over_http, server_in_thread
 
 from agentgym_rl.agent.policy import OraclePolicy
 from agentgym_rl.agent.rollout import rollout
@@ -74,6 +74,7 @@ async def test_an_mcp_environment_passes_the_conformance_suite(
     findings = await check("mcp:notes", settings(notes_url))
     assert {finding.check for finding in findings} >= {"random play", "determinism", "hostile actions", "oracle"}
     assert [finding for finding in findings if finding.level == "error"] == []
+    assert await problems_over_http("notes", catalog.load("mcp:notes", settings(notes_url))) == []
 
 
 def test_calls_are_played_and_the_end_is_rewarded(notes_url: str, example: ModuleType) -> None:

@@ -15,7 +15,15 @@ import pytest
 pytest.importorskip("websockets")
 
 import httpx
-from servers_for_tests import RunningServer, asgi_in_thread, free_port, listens, server_in_thread, wait_until
+from servers_for_tests import (
+    RunningServer,
+    asgi_in_thread,
+    free_port,
+    listens,
+    problems_over_http,
+    server_in_thread,
+    wait_until,
+)
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
@@ -40,9 +48,11 @@ def ours() -> Iterator[RunningServer]:
 
 
 async def test_our_server_and_our_bridge_pass_the_conformance_suite(ours: RunningServer) -> None:
-    findings = await check(f"openenv:{ours.url}", {"num_train": 5, "num_test": 2})
+    name, kwargs = f"openenv:{ours.url}", {"num_train": 5, "num_test": 2}
+    findings = await check(name, kwargs)
     assert {finding.check for finding in findings} >= {"random play", "determinism", "hostile actions", "concurrency"}
     assert [finding for finding in findings if finding.level == "error"] == []
+    assert await problems_over_http("maze", catalog.load(name, kwargs)) == []
 
 
 def test_text_actions_are_played_as_text(ours: RunningServer) -> None:

@@ -21,7 +21,7 @@ from agentgym_rl.config import load_config
 from agentgym_rl.environment import catalog
 from agentgym_rl.environment.pool import RemotePool
 from agentgym_rl.environment.server import load_served
-from agentgym_rl.errors import ConfigError
+from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.run.preflight import require_environments
 
 NAME = "echo_for_tests:Echo"
@@ -288,6 +288,22 @@ async def test_the_viewer_imports_only_classes_named_on_its_command_line(folder:
     assert viewer.subsets_of("big", 100) == ()
     assert await viewer.items(NAME, "test") == [4, 5, 6, 7]
     await viewer.close()
+
+
+async def test_the_viewer_replays_each_evaluation_with_its_own_arguments(folder: Path) -> None:
+    for size in (10, 50):
+        out = folder / f"size {size}"
+        await evaluate(Request(AgentOptions("oracle"), env=NAME, kwargs={"size": size}, limit=2, out=out))
+    viewer = ViewerEnvironments(own=own_environments([NAME, "size 50", "size 10"]))
+    session = await viewer.open(NAME, folder=folder / "size 50")
+    assert (await session.reset(99)).observation
+    other = await viewer.open(NAME, folder=folder / "size 10")
+    with pytest.raises(EnvError, match="99"):
+        await other.reset(99)
+    await viewer.close()
+    (folder / "size 10" / "eval.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"size 10: eval\.json cannot be read"):
+        own_environments(["size 10"])
 
 
 def test_the_playground_lists_classes_named_on_the_command_line() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import re
 
 import pytest
 
+from agentgym_rl.environment.envs import text_svg
 from agentgym_rl.environment.envs.sqlgym import SqlGym, tasks
 from agentgym_rl.environment.envs.sqlgym.env import MAX_ROWS
 from agentgym_rl.errors import EnvError
@@ -132,3 +134,11 @@ def test_a_closed_environment_needs_a_reset() -> None:
     env.close()
     with pytest.raises(EnvError, match="call reset first"):
         env.step("SELECT 1")
+
+
+@pytest.mark.parametrize("headline", ["Which of the trains " * 10, "x" * 200])
+def test_a_long_headline_leaves_space_for_the_status(headline: str) -> None:
+    drawn = text_svg.draw("SQL", headline, "turn 1", "playing", [])
+    heading = re.findall(r'font-size="19"[^>]*>([^<]*)</text>', drawn)[0]
+    assert heading.endswith(" …")
+    assert 40 < len(heading) <= 60

@@ -528,6 +528,7 @@ def _data_of(env: str, request: Request, split: str = "") -> tuple[str, bool]:
 def _config(request: Request, candidate: Candidate, plans: Sequence[TaskPlan]) -> dict[str, Any]:
     """Return the settings that define what is measured. A resumed evaluation must have the same."""
     playing = candidate.playing
+    own_arguments = request.kwargs or request.source
     return {
         "agent": candidate.identity,
         "suite": request.suite,
@@ -539,7 +540,7 @@ def _config(request: Request, candidate: Candidate, plans: Sequence[TaskPlan]) -
         "instruction": playing.instruction,
         "dtype": candidate.model.dtype if candidate.model is not None else None,
         "tasks": [plan.to_json() for plan in plans],
-    } | ({"environment": {"source": request.source, "kwargs": dict(request.kwargs)}} if request.kwargs else {})
+    } | ({"environment": {"source": request.source, "kwargs": dict(request.kwargs)}} if own_arguments else {})
 
 
 def _settings(request: Request) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -25,6 +26,8 @@ from agentgym_rl.run.environments_pool import load_class
 from agentgym_rl.types import EnvSession, Limits, Message, Observation
 
 MAX_SESSIONS = 64
+OwnClasses = Mapping[tuple[Path | None, str], type[TextEnv]]
+"""Classes by name, and by the folder of the run or evaluation whose arguments they have. None stands for all others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +50,9 @@ class ViewerEnvironments:
         model: ModelPlayer | None = None,
         urls: Mapping[str, str] | None = None,
         token: str | None = None,
-        own: Mapping[str, type[TextEnv]] | None = None,
+        own: OwnClasses | None = None,
     ) -> None:
-        """`own`: classes by name, besides those of the catalog. A run alone never makes the viewer import one."""
+        """`own`: classes besides those of the catalog. A run alone never makes the viewer import one."""
         self.policies: dict[str, PolicyFactory] = {
             "oracle": lambda session, seed: OraclePolicy(session),
             "random": RandomPolicy,
@@ -58,15 +61,16 @@ class ViewerEnvironments:
             self.policies["model"] = model.make_policy
         self._model = model
         self.limits = model.limits if model else Limits(max_turns=1000, max_new_tokens=512, max_context=8192)
-        self._pools: dict[tuple[str, str], LocalPool | RemotePool] = {}
+        self._pools: dict[tuple[str, type[TextEnv] | None, str], LocalPool | RemotePool] = {}
         self._urls = dict(urls or {})
         self._token = token
         self._own = dict(own or {})
 
     def describe(self) -> list[dict[str, Any]]:
         served = [asyncio.run(self._describe_served(name, url)) for name, url in self._urls.items()]
-        own = [_describe_class(name, env_class) for name, env_class in self._own.items() if name not in self._urls]
-        local = {n: entry for n, entry in catalog.entries().items() if n not in self._urls and n not in self._own}
+        classes = {name: cls for (folder, name), cls in self._own.items() if folder is None and name not in self._urls}
+        own = [_describe_class(name, env_class) for name, env_class in classes.items()]
+        local = {n: entry for n, entry in catalog.entries().items() if n not in self._urls and n not in classes}
         return [*served, *own, *(_describe(name, entry) for name, entry in local.items())]
 
     async def _describe_served(self, env: str, url: str) -> dict[str, Any]:
@@ -85,8 +89,8 @@ class ViewerEnvironments:
         return self._model.parse(reply) if self._model and policy == "model" else reply
 
     def subsets_of(self, env: str, item: int) -> tuple[str, ...]:
-        if env in self._own:
-            return tuple(self._own[env].subsets_of(item)) if _has_item(self._own[env], item) else ()
+        if (own := self._own.get((None, env))) is not None:
+            return tuple(own.subsets_of(item)) if _has_item(own, item) else ()
         return () if env in self._urls else _subsets_of(env, item)
 
     async def open(
@@ -96,35 +100,39 @@ class ViewerEnvironments:
         turns_per_attempt: int | None = None,
         attempts: int | None = None,
         retry: str = "failure",
+        folder: Path | None = None,
     ) -> EnvSession:
         if style is None:
             style = "tool" if self._model is not None and self._model.calls_tools else "act"
         if style not in STYLES:
             raise ConfigError(f"the run's style {style!r} is unknown: known are {', '.join(STYLES)}")
-        session = await (await self._pool(env, STYLES[style].action_format)).open(env)
+        session = await (await self._pool(env, STYLES[style].action_format, folder)).open(env)
         return STYLES[style].wrap(session, turns_per_attempt, attempts, "always" if retry == "always" else "failure")
 
-    async def _pool(self, env: str, action_format: str) -> LocalPool | RemotePool:
+    async def _pool(self, env: str, action_format: str, folder: Path | None = None) -> LocalPool | RemotePool:
         # Loading imports the environment's packages, which can take seconds.
-        env_class = None if env in self._urls else await asyncio.to_thread(self._load, env)
-        if (env, action_format) not in self._pools:
-            self._pools[env, action_format] = (
+        env_class = None if env in self._urls else await asyncio.to_thread(self._load, env, folder)
+        key = env, env_class, action_format
+        if key not in self._pools:
+            self._pools[key] = (
                 RemotePool(
                     {env: self._urls[env]}, self._token, MAX_SESSIONS, wait_timeout_s=10.0, action_format=action_format
                 )
                 if env_class is None
                 else LocalPool({env: env_class}, MAX_SESSIONS, wait_timeout_s=10.0, action_format=action_format)
             )
-        return self._pools[env, action_format]
+        return self._pools[key]
 
     async def items(self, env: str, split: str, subset: str | None = None) -> list[int]:
         if env in self._urls:
             return await (await self._pool(env, STYLES["act"].action_format)).items(env, split, subset)
         return list(await asyncio.to_thread(lambda: catalog.items(self._load(env), split, subset)))
 
-    def _load(self, env: str) -> type[TextEnv]:
-        if env in self._own:
-            return self._own[env]
+    def _load(self, env: str, folder: Path | None = None) -> type[TextEnv]:
+        keys = ((folder.resolve(), env) if folder is not None else (None, env), (None, env))
+        for key in keys:
+            if key in self._own:
+                return self._own[key]
         if env not in catalog.entries():  # a name of a run's files: an import path would run code of their author
             raise ConfigError(
                 f"unknown environment {env!r}: if it is a class of your own, start the viewer with "
@@ -237,17 +245,32 @@ def served_environments(options: list[str]) -> dict[str, str]:
     return urls
 
 
-def own_environments(options: list[str]) -> dict[str, type[TextEnv]]:
-    """Return the classes of every --env by name: a name, an import path, or all of a recipe or a run."""
-    classes: dict[str, type[TextEnv]] = {}
+def own_environments(options: list[str]) -> OwnClasses:
+    """Return the classes of every --env: a name, an import path, or all of a recipe, a run or an evaluation."""
+    classes: dict[tuple[Path | None, str], type[TextEnv]] = {}
     for text in options:
-        path = Path(text) / "config.toml" if Path(text).is_dir() else Path(text)
-        if path.suffix == ".toml":
-            recipe = load_config(path, []).environments
-            classes |= {env.name: load_class(env) for env in recipe if env.url is None}
+        folder = Path(text).resolve() if Path(text).is_dir() else None
+        if folder is not None and (folder / "eval.json").exists():
+            named = _classes_of_evaluation(folder / "eval.json")
+        elif folder is not None or text.endswith(".toml"):
+            recipe = load_config(Path(text) / "config.toml" if folder is not None else Path(text), []).environments
+            named = {env.name: load_class(env) for env in recipe if env.url is None}
         else:
-            classes[text] = catalog.load(text)
+            named = {text: catalog.load(text)}
+        classes |= {(where, name): cls for name, cls in named.items() for where in {None, folder}}
     return classes
+
+
+def _classes_of_evaluation(path: Path) -> dict[str, type[TextEnv]]:
+    """Return the classes that an evaluation played with arguments or by an import path."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))["config"]
+        names = {str(task["env"]) for task in config["tasks"]}
+        settings = config.get("environment") or {"source": None, "kwargs": {}}
+        own = {name for name in names if "environment" in config or is_import_path(name)}
+        return {name: catalog.load(settings["source"] or name, settings["kwargs"]) for name in own}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"--env {path.parent}: {path.name} cannot be read: {error!r}") from error
 
 
 def view(
@@ -260,7 +283,7 @@ def view(
     *,
     urls: Mapping[str, str] | None = None,
     environment_token: str | None = None,
-    own: Mapping[str, type[TextEnv]] | None = None,
+    own: OwnClasses | None = None,
 ) -> None:
     """Serve the viewer until interrupted."""
     from agentgym_rl.viewer.library import Library
@@ -283,7 +306,7 @@ def export(
     announce: Callable[[str], None],
     urls: Mapping[str, str] | None = None,
     environment_token: str | None = None,
-    own: Mapping[str, type[TextEnv]] | None = None,
+    own: OwnClasses | None = None,
 ) -> None:
     """Write the viewer's content into one HTML file."""
     from rich.progress import Progress

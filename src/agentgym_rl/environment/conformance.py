@@ -16,7 +16,7 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import orjson
 
@@ -24,7 +24,7 @@ from agentgym_rl.environment import catalog
 from agentgym_rl.environment.base import TextEnv
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.environment.wire import NotSupported
-from agentgym_rl.errors import EnvError
+from agentgym_rl.errors import EnvError, EnvUnavailable
 from agentgym_rl.types import EnvPool, EnvSession, Step
 
 Level = Literal["ok", "advice", "error"]
@@ -165,8 +165,19 @@ async def concurrency_problems(
     """Play items in sessions at the same time, and compare with the same items played alone."""
     alone = {item: await play_alone(pool, env, item, "random", turns) for item in items}
     chosen = [items[number % len(items)] for number in range(sessions)]
-    together = await asyncio.gather(*(play_alone(pool, env, item, "random", turns) for item in chosen))
-    differences = [(item, first_difference(alone[item], play)) for item, play in zip(chosen, together, strict=True)]
+    # All plays end before an error is raised; otherwise they would hold their sessions during later checks.
+    plays = (play_alone(pool, env, item, "random", turns) for item in chosen)
+    together = await asyncio.gather(*plays, return_exceptions=True)
+    if full := next((play for play in together if isinstance(play, EnvUnavailable)), None):
+        return [
+            f"{sessions} sessions at once are not possible: {full}; raise the server's limit or set agent.concurrency"
+        ]
+    if error := next((play for play in together if isinstance(play, BaseException)), None):
+        raise error
+    differences = [
+        (item, first_difference(alone[item], cast("Transcript", play)))
+        for item, play in zip(chosen, together, strict=True)
+    ]
     return [
         f"item {item} is another game while others are played: {difference}; keep state in the instance, not in the "
         "class or the module"

@@ -159,8 +159,9 @@ def checked_step(step: Any, where: str) -> Step:
         raise EnvError(f"{where} must return a Step, got {type(step).__name__}")
     if not isinstance(step.observation, str):
         raise EnvError(f"{where} must return a string as observation, got {type(step.observation).__name__}")
-    # `not ... <=` rather than `>`, so that NaN is rejected too.
-    if isinstance(step.reward, bool) or not isinstance(step.reward, int | float) or not abs(step.reward) <= MAX_REWARD:
+    if isinstance(step.reward, bool) or not isinstance(step.reward, int | float):
+        raise EnvError(f"{where} must return a float as reward, got {type(step.reward).__name__}: write float(reward)")
+    if not abs(step.reward) <= MAX_REWARD:  # `not ... <=` rather than `>`, so that NaN is rejected too
         raise EnvError(f"{where} must return a finite reward of at most ±{MAX_REWARD:g}, got {step.reward!r:.80}")
     if not isinstance(step.done, bool):
         raise EnvError(f"{where} must return a bool as done, got {type(step.done).__name__}")

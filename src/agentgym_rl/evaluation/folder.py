@@ -87,7 +87,7 @@ class Folder:
             "usage": usage_to_json(usage),
         }
         line = f"{json.dumps(metadata)[:-1]}, {trajectory.to_json()[1:]}\n"
-        path = self.trajectories_dir / f"{episode.task.env}.jsonl"
+        path = self.trajectories_dir / f"{episode.task.env.replace('/', '-')}.jsonl"  # openenv:http://... has slashes
         data = line.encode()
         with explain_write_errors(path), path.open("ab", buffering=0) as file:
             if file.write(data) < len(data):

@@ -85,9 +85,10 @@ class _PictureStore:
 async def _frames(library: Library, run: str, key: str, store: _PictureStore) -> list[int | str]:
     episode = library.raw_episode(run, key)
     replays = Replays(library.environments)
-    style = library.runs.style_of(library.run_folder(run), str(episode["env"]))
+    folder = library.run_folder(run)
+    style = library.runs.style_of(folder, str(episode["env"]))
     turns = len(replies_and_observations(episode)[0]) + 1
-    frames = [store.add(await replays.frame(key, episode, style, turn)) for turn in range(turns)]
+    frames = [store.add(await replays.frame(key, episode, style, turn, folder.path)) for turn in range(turns)]
     await replays.close()
     return frames
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 from agentgym_rl.types import EnvSession, Limits, Message, Observation
@@ -55,8 +56,12 @@ class Environments(Protocol):
         turns_per_attempt: int | None = None,
         attempts: int | None = None,
         retry: str = "failure",
+        folder: Path | None = None,
     ) -> EnvSession:
-        """Open a session of `env` in a style, by default that of the policies."""
+        """Open a session of `env` in a style, by default that of the policies.
+
+        `folder` is the run or evaluation whose episode is replayed; its environment may have arguments of its own.
+        """
 
     async def items(self, env: str, split: str, subset: str | None = None) -> list[int]: ...
 

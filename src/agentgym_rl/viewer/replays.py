@@ -11,6 +11,7 @@ import asyncio
 import json
 from collections import OrderedDict
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from agentgym_rl.errors import ConfigError, EnvError
@@ -57,6 +58,8 @@ async def draw(session: EnvSession) -> Frame:
 
 
 _CALL_FIELDS = {field.name for field in fields(ToolCall)}
+Style = tuple[str, int | None, int | None, str]
+"""Options of `Environments.open` that a run sets: style, turns per attempt, attempts, retry."""
 Reply = str | list[ToolCall]
 """A recorded reply: the text to play, or the tool calls."""
 
@@ -124,9 +127,12 @@ class Replays:
         self._cache: OrderedDict[Any, tuple[list[asyncio.Future[Frame]], asyncio.Task[None]]] = OrderedDict()
 
     async def frame(
-        self, name: Any, episode: dict[str, Any], style: tuple[str, int | None, int | None, str], turn: int
+        self, name: Any, episode: dict[str, Any], style: Style, turn: int, folder: Path | None = None
     ) -> Frame:
-        """Return the state before reply `turn`. The state after the last reply is the end."""
+        """Return the state before reply `turn`. The state after the last reply is the end.
+
+        `folder` is the run or evaluation that the episode is part of.
+        """
         replies, observations = replies_and_observations(episode)
         if not 0 <= turn <= len(replies):
             return f"the episode has {len(replies)} turns and no turn {turn}"
@@ -136,7 +142,7 @@ class Replays:
             return recorded
         if name not in self._cache:
             frames = [asyncio.get_running_loop().create_future() for _ in observations]
-            task = asyncio.create_task(self._play(frames, episode, replies, observations, style))
+            task = asyncio.create_task(self._play(frames, episode, replies, observations, (*style, folder)))
             self._cache[name] = (frames, task)
             while len(self._cache) > MAX_CACHED_REPLAYS:
                 _, (_, oldest) = self._cache.popitem(last=False)
@@ -156,12 +162,12 @@ class Replays:
         episode: dict[str, Any],
         replies: list[Reply],
         observations: list[str],
-        style: tuple[str, int | None, int | None, str],
+        options: tuple[Any, ...],
     ) -> None:
         reason = "the replay was stopped"
         try:
             async with asyncio.timeout(REPLAY_TIMEOUT_S):
-                session = await self._environments.open(str(episode["env"]), *style)
+                session = await self._environments.open(str(episode["env"]), *options)
                 try:
                     reason = await self._follow(session, frames, int(episode["item"]), replies, observations)
                 finally:
@@ -190,7 +196,10 @@ class Replays:
                 step = await (session.step(reply) if isinstance(reply, str) else session.call(reply))
             if step.observation.strip() != recorded.strip():
                 position = f"after turn {turn}" if turn else "at the start"
-                return f"the replay differs from the record {position}: the environment changed or is not deterministic"
+                return (
+                    f"the replay differs from the record {position}: the environment changed or is not deterministic, "
+                    "or it was played with other arguments: start the viewer with --env and the folder of this run"
+                )
             frames[turn].set_result(await draw(session))
             await asyncio.sleep(0)  # cheap environments run inline: let the server answer other requests
         return ""

@@ -143,8 +143,10 @@ def playing_routes(library: Library, replays: Replays, playground: Playground) -
     @router.get("/frame")
     async def frame(run: Text, key: Text, turn: Offset) -> Response:
         episode = await asyncio.to_thread(library.raw_episode, run, key)
-        style = await asyncio.to_thread(library.runs.style_of, library.run_folder(run), str(episode["env"]))
-        return frame_answer(await replays.frame((run, key, str(episode.get("id"))), episode, style, turn))
+        folder = library.run_folder(run)
+        style = await asyncio.to_thread(library.runs.style_of, folder, str(episode["env"]))
+        name = (run, key, str(episode.get("id")))
+        return frame_answer(await replays.frame(name, episode, style, turn, folder.path))
 
     @router.get("/environments")
     async def environments() -> Response:

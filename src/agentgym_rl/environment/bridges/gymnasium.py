@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 import importlib
 import io
+import os
 import re
 import string
 from collections.abc import Callable, Mapping, Sequence
@@ -174,6 +175,8 @@ def gymnasium_class(
         if "render_mode" not in make_kwargs and "rgb_array" in env.metadata.get("render_modes", ()):
             env.close()
             options["render_mode"] = "rgb_array"
+            if not os.environ.keys() & {"DISPLAY", "WAYLAND_DISPLAY"}:  # pygame complains on stderr otherwise
+                os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
             env = make()
     except (gymnasium.error.Error, ImportError, TypeError, ValueError) as error:
         raise ConfigError(f"environment gymnasium:{env_id}: {' '.join(str(error).split())}") from error

@@ -10,6 +10,8 @@ from html import escape
 _INK, _SOFT, _LINE = "#1f2933", "#6b7785", "#d9dee4"
 STATUS_COLOURS = {"playing": "#3a6ea5", "solved": "#2f9e56", "failed": "#c0392b"}
 _WIDTH, _MARGIN, _LINE_HEIGHT, _COLUMNS = 860, 28, 20, 94
+_HEADLINE = 58
+"""Most characters of the headline, which shares its row with the status."""
 _MAX_LINES = 24
 """Lines of one panel. Longer text is cut."""
 
@@ -34,6 +36,9 @@ def draw(title: str, headline: str, status: str, state: str, panels: Sequence[Pa
         height += 44 + _LINE_HEIGHT * len(lines) + 12
     height += 16
     heading = _wrap(headline)[0]
+    if len(heading) > _HEADLINE:
+        start, _, _ = heading[:_HEADLINE].rpartition(" ")
+        heading = f"{start or heading[:_HEADLINE]} …"
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
@@ -42,7 +47,7 @@ def draw(title: str, headline: str, status: str, state: str, panels: Sequence[Pa
             f'<rect width="{_WIDTH}" height="{height}" fill="#f7f8fa"/>',
             f'<text x="{_MARGIN}" y="40" font-size="12" font-weight="600" letter-spacing="1" fill="{_SOFT}">'
             f"{_plain(title.upper())}</text>",
-            f'<text x="{_MARGIN}" y="68" font-size="19" font-weight="700" fill="{_INK}">{_plain(heading[:70])}</text>',
+            f'<text x="{_MARGIN}" y="68" font-size="19" font-weight="700" fill="{_INK}">{_plain(heading)}</text>',
             f'<rect x="{_WIDTH - _MARGIN - 132}" y="30" width="132" height="28" rx="14" '
             f'fill="{STATUS_COLOURS[state]}"/>',
             f'<text x="{_WIDTH - _MARGIN - 66}" y="49" font-size="13" font-weight="600" fill="#fff" '
