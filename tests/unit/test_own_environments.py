@@ -294,12 +294,13 @@ async def test_the_viewer_replays_each_evaluation_with_its_own_arguments(folder:
     for size in (10, 50):
         out = folder / f"size {size}"
         await evaluate(Request(AgentOptions("oracle"), env=NAME, kwargs={"size": size}, limit=2, out=out))
-    viewer = ViewerEnvironments(own=own_environments([NAME, "size 50", "size 10"]))
+    viewer = ViewerEnvironments(own=own_environments(["size 50", "size 10", NAME]))
     session = await viewer.open(NAME, folder=folder / "size 50")
     assert (await session.reset(99)).observation
     other = await viewer.open(NAME, folder=folder / "size 10")
     with pytest.raises(EnvError, match="99"):
         await other.reset(99)
+    assert await viewer.items(NAME, "test") == [4, 5, 6, 7], "a folder not named has the arguments of the class"
     await viewer.close()
     (folder / "size 10" / "eval.json").write_text("{")
     with pytest.raises(ConfigError, match=r"size 10: eval\.json cannot be read"):

@@ -257,7 +257,9 @@ def own_environments(options: list[str]) -> OwnClasses:
             named = {env.name: load_class(env) for env in recipe if env.url is None}
         else:
             named = {text: catalog.load(text)}
-        classes |= {(where, name): cls for name, cls in named.items() for where in {None, folder}}
+        for name, env_class in named.items():
+            classes[folder, name] = env_class
+            classes.setdefault((None, name), env_class)  # a name given by itself has its own arguments
     return classes
 
 
