@@ -276,11 +276,12 @@ def show(
     step: Annotated[int | None, typer.Option(help="Training step; the last by default")] = None,
     number: Annotated[int, typer.Option("--number", "-n", min=1, help="How many episodes")] = 3,
     success: Annotated[bool | None, typer.Option("--success/--failure", help="Only these")] = None,
+    held_out: Annotated[bool, typer.Option("--held-out", help="Episodes of the evaluation, not of training")] = False,
 ) -> None:
     """Print trajectories of a run."""
     from agentgym_rl.commands.play import show as print_trajectories
 
-    print_trajectories(run, step, number, success)
+    print_trajectories(run, step, number, success, held_out=held_out)
 
 
 @app.command()
