@@ -200,10 +200,14 @@ async def test_the_deadline_holds_after_the_wait_for_a_slot(monkeypatch: pytest.
             await asyncio.Event().wait()
             raise AssertionError
 
-    async def no_wait() -> None: ...
-
     trajectory = await rollout(
-        TASK, Endless(), ScriptedPolicy(["go"]), LIMITS, id="t", timeout_s=DEADLINE_S, before_play=no_wait
+        TASK,
+        Endless(),
+        ScriptedPolicy(["go"]),
+        LIMITS,
+        id="t",
+        timeout_s=DEADLINE_S,
+        before_play=lambda: asyncio.sleep(0),
     )
     assert (trajectory.error or "").startswith("EpisodeTimeout: ")
 
@@ -220,7 +224,7 @@ async def test_a_failed_reset_and_a_cancelled_wait_free_their_slots() -> None:
     assert len(group.usable) == 3
 
     async with stages.episode("corridor") as stage:
-        await stage.play()
+        assert stage.play() is None
         waiting = asyncio.create_task(collector(TASKS[:1], LIMITS, 0))
         for _ in range(20):
             await asyncio.sleep(0)

@@ -34,13 +34,14 @@ async def rollout(
     id: str,  # noqa: A002 - the name of the field it fills
     timeout_s: float | None = None,
     truncate: bool = False,
-    before_play: Callable[[], Awaitable[None]] | None = None,
+    before_play: Callable[[], Awaitable[None] | None] | None = None,
 ) -> Trajectory:
     """Play one episode to a named ending and close the policy. The caller closes `env`.
 
     A failure, or the deadline `timeout_s`, ends the episode as ERROR with the turns played so far. With `truncate` the
-    deadline ends it as TIMEOUT, which may be trained on. Only a cancellation is raised. `before_play` is awaited
-    between the reset and the first reply; that wait counts neither for the deadline nor for `seconds`.
+    deadline ends it as TIMEOUT, which may be trained on. Only a cancellation is raised. `before_play` is called
+    between the reset and the first reply. If it returns an awaitable, the wait counts neither for the deadline nor for
+    `seconds`.
     """
     trajectory = Trajectory(id=id, task=task, horizon=limits.max_turns, tools=env.tools)
     now = asyncio.get_running_loop().time
@@ -50,8 +51,8 @@ async def rollout(
             async with asyncio.timeout(timeout_s) as deadline:
                 step = _checked(await env.reset(task.item), task)
                 trajectory.tools = list(env.tools)  # they may depend on the item
-                if before_play is not None:
-                    started += await _wait(before_play, deadline)
+                if before_play is not None and (waiting := before_play()) is not None:
+                    started += await _wait(waiting, deadline)
                 trajectory.stop = await _play(trajectory, step, env, policy, limits)
         finally:
             await policy.close()
@@ -66,13 +67,13 @@ async def rollout(
     return trajectory
 
 
-async def _wait(call: Callable[[], Awaitable[None]], deadline: asyncio.Timeout) -> float:
-    """Await `call` and move the deadline by the time it took, which is returned in seconds."""
+async def _wait(waiting: Awaitable[None], deadline: asyncio.Timeout) -> float:
+    """Await `waiting` and move the deadline by the time it took, which is returned in seconds."""
     loop, end = asyncio.get_running_loop(), None if deadline.expired() else deadline.when()
     started = loop.time()
     if end is not None:
         deadline.reschedule(None)
-    await call()
+    await waiting
     waited_s = loop.time() - started
     if end is not None:
         deadline.reschedule(end + waited_s)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
 
 from agentgym_rl.errors import ConfigError
@@ -43,11 +43,15 @@ class EpisodeSlots:
         finally:
             self.release(env)
 
-    async def acquire(self, env: str, *, at_once: bool = False) -> None:
-        """Take a slot. It is handed out in the next iteration of the event loop; with `at_once` now, if one is free."""
-        if at_once and self._free and not any(self._waiting.values()):
-            self._take(env)
-            return
+    def take_free(self, env: str) -> bool:
+        """Take a slot if one is free and none waits for it. Return whether it was."""
+        if not self._free or any(self._waiting.values()):
+            return False
+        self._take(env)
+        return True
+
+    async def acquire(self, env: str) -> None:
+        """Wait for a slot."""
         loop = asyncio.get_running_loop()
         granted: asyncio.Future[None] = loop.create_future()
         self._waiting[env].append(granted)
@@ -111,16 +115,9 @@ class Stages:
         self.playing = EpisodeSlots(playing, weights) if ahead else None  # else a session's slot is enough
         self.opening = {env: EpisodeSlots(limit) for env, limit in (opening or {}).items()}
 
-    @asynccontextmanager
-    async def episode(self, env: str) -> AsyncIterator[EpisodeStage]:
-        """Wait until an environment may be opened. Yield the episode's stage and free what it holds at the end."""
-        async with self.sessions.taken(env):
-            stage = EpisodeStage(self, env)
-            try:
-                await stage.open()
-                yield stage
-            finally:
-                stage.leave()
+    def episode(self, env: str) -> EpisodeStage:
+        """Return a context that waits until an environment may be opened, and at its end frees what it holds."""
+        return EpisodeStage(self, env)
 
 
 class EpisodeStage:
@@ -130,13 +127,25 @@ class EpisodeStage:
         self._stages, self._env = stages, env
         self._slots: EpisodeSlots | None = None
 
-    async def open(self) -> None:
-        """Wait until the environment may be opened and reset."""
-        await self._enter(self._stages.opening.get(self._env))
+    async def __aenter__(self) -> EpisodeStage:
+        await self._stages.sessions.acquire(self._env)
+        try:
+            opening = self._stages.opening.get(self._env)
+            if opening is not None and (waiting := self._enter(opening)) is not None:
+                await waiting
+        except BaseException:
+            self._stages.sessions.release(self._env)
+            raise
+        return self
 
-    async def play(self) -> None:
-        """End the opening and wait until the episode may be played."""
-        await self._enter(self._stages.playing)
+    async def __aexit__(self, *_: object) -> None:
+        self.leave()
+        self._stages.sessions.release(self._env)
+
+    def play(self) -> Awaitable[None] | None:
+        """End the opening and start to play: at once, or when the returned awaitable ends."""
+        self.leave()
+        return None if self._stages.playing is None else self._enter(self._stages.playing)
 
     def leave(self) -> None:
         """End the present stage. The environment may stay open."""
@@ -144,9 +153,13 @@ class EpisodeStage:
         if slots is not None:
             slots.release(self._env)
 
-    async def _enter(self, slots: EpisodeSlots | None) -> None:
-        self.leave()
-        if slots is not None:
-            # At once: the slots of sessions are handed out in portions already.
-            await slots.acquire(self._env, at_once=True)
+    def _enter(self, slots: EpisodeSlots) -> Awaitable[None] | None:
+        # At once if possible: the slots of sessions are handed out in portions already.
+        if slots.take_free(self._env):
             self._slots = slots
+            return None
+        return self._wait(slots)
+
+    async def _wait(self, slots: EpisodeSlots) -> None:
+        await slots.acquire(self._env)
+        self._slots = slots
