@@ -27,7 +27,7 @@ from agentgym_rl.environment.formats import action_format
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.environment.wire import NotSupported
 from agentgym_rl.errors import ConfigError, EnvError
-from agentgym_rl.run.collectors import make_stages, make_collector
+from agentgym_rl.run.collectors import make_collector, make_stages
 from agentgym_rl.run.demonstrations import load_trajectories, play_demonstrations, to_sample
 from agentgym_rl.run.environments_pool import EnvironmentsPool
 from agentgym_rl.run.items import all_items
