@@ -1,7 +1,7 @@
 """Measure playing: stages of slow environments, and the cost of the agent loop against an earlier commit.
 
-    python benchmarks/rollout.py stages [--env sciworld] [--concurrency 32] [--episodes 128] [--out stages.json]
-    python benchmarks/rollout.py chains [--against fce85af] [--out chains.json]
+    python benchmarks/playing.py stages [--env sciworld] [--concurrency 32] [--episodes 128] [--out stages.json]
+    python benchmarks/playing.py chains [--against fce85af] [--out chains.json]
 
 stages: episodes of an environment with slow resets, with the default stages of a run and with one slot for a whole
 episode. The engine is simulated: a reply takes `--reply-s`, however many are asked for. Give it 16 cores.
