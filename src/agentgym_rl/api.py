@@ -59,7 +59,7 @@ def train(
     if env is not None and not isinstance(env, str):
         pool = LocalPool(
             {env.name: env},
-            max_sessions=config.agent.concurrency,
+            max_sessions=config.agent.sessions,
             timeout_s=config.agent.step_timeout_s,
             action_format=STYLES[config.agent.style].action_format,
         )

@@ -570,3 +570,9 @@ class EnvPool(Protocol):
 
 Collect = Callable[[list[Task], Limits, int], Awaitable[list[Group]]]
 """(tasks, limits, seed) -> one group per task. The same weights, tasks, limits and seed give the same groups."""
+
+
+class CollectFrom(Protocol):
+    """A `Collect` that can also play a part of its tasks: those from number `first` on."""
+
+    def __call__(self, tasks: list[Task], limits: Limits, seed: int, first: int = 0, /) -> Awaitable[list[Group]]: ...

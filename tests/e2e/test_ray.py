@@ -243,6 +243,19 @@ def test_judged_rewards_on_a_cluster_match_one_process(cluster: Any, tmp_path: P
 
 
 @pytest.mark.long
+def test_trees_on_a_cluster_match_one_process(cluster: Any, tmp_path: Path) -> None:
+    tree = ("rl.tree={roots=2, branches=1, depth=1}", "rl.steps=1")
+    whole = ForkedCommand(tmp_path / "alone" / "run", *tree)
+    assert whole.wait() == 0, whole.output.read_text()
+    run = ForkedCommand(tmp_path / "cluster" / "run", *SCALE, f"scale.address={cluster.address}", *tree)
+    assert run.wait() == 0, run.output.read_text()
+    mine, theirs = (comparable_trajectories(folder)["step_000001.jsonl"] for folder in (run.folder, whole.folder))
+    assert any(row.get("parent") for row in mine)
+    assert [(row["id"], row.get("parent")) for row in mine] == [(row["id"], row.get("parent")) for row in theirs]
+    assert tokens(run.folder)["step_000001.jsonl"] == tokens(whole.folder)["step_000001.jsonl"]
+
+
+@pytest.mark.long
 def test_asynchronous_groups_on_a_cluster_stop_resume_and_keep_their_bound(cluster: Any, tmp_path: Path) -> None:
     asynchronous = (*SCALE, f"scale.address={cluster.address}", "scale.layout=disaggregated", "rl.max_staleness=2")
     run = Command(tmp_path / "run", *asynchronous, LONG)

@@ -108,3 +108,13 @@ async def test_anchors_need_a_state_key(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no state_key\(\): use 'entropy' or 'random'"):
         await train(counting_config(rl__tree=TREE), tmp_path / "run", console=quiet(), pool=pool)
     await pool.close()
+
+
+async def test_trees_are_played_ahead_of_the_learner(tmp_path: Path) -> None:
+    """Trees of later steps grow while the learner works, and no turn is older than the bound."""
+    settings = {"rl__tree": TREE, "rl__max_staleness": 2, "rl__steps": 3, "rl__zero_variance": "keep"}
+    await run(counting_config(**settings), tmp_path / "run")
+    metrics = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in metrics] == [1, 2, 3]
+    assert 0 < max(row["staleness/max"] for row in metrics) <= 2
+    assert all(row["tree/shared_rate"] > 0 for row in metrics)

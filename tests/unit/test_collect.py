@@ -18,9 +18,10 @@ from servers_for_tests import server_in_thread, server_process
 from test_rollout import Corridor, Garbage, Hanging, Raising, RaisingReset
 from tokenizers_for_tests import byte_level_bpe
 
-from agentgym_rl.agent.collect import STARTS_PER_ITERATION, Collector, EpisodeSlots
+from agentgym_rl.agent.collect import Collector
 from agentgym_rl.agent.policy import EnginePolicy, HumanPolicy, OraclePolicy, RandomPolicy, ScriptedPolicy
 from agentgym_rl.agent.renderer import Renderer
+from agentgym_rl.agent.stages import STARTS_PER_ITERATION, EpisodeSlots
 from agentgym_rl.agent.styles import STYLES
 from agentgym_rl.common.seeds import stable_seed
 from agentgym_rl.config import Config
@@ -219,7 +220,7 @@ async def test_a_slow_episode_is_retried_or_truncated_and_counted(on_timeout: An
 
 async def test_concurrency_bounds_all_environments_together_and_is_shared_by_weight() -> None:
     weights = {"a": 1.0, "b": 2.0, "c": 1.0, "d": 3.0, "e": 1.0}
-    raw = {"model": {"path": "m"}, "agent": {"concurrency": 16, "instruction": ""}}
+    raw = {"model": {"path": "m"}, "agent": {"concurrency": 16, "open_ahead": 0, "opening": 16, "instruction": ""}}
     config = Config.model_validate(raw | {"environments": [{"name": e, "weight": w} for e, w in weights.items()]})
     playing: Counter[str] = Counter()
     seen: list[dict[str, int]] = []

@@ -27,7 +27,7 @@ from agentgym_rl.environment.formats import action_format
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.environment.wire import NotSupported
 from agentgym_rl.errors import ConfigError, EnvError
-from agentgym_rl.run.collectors import episode_slots, make_collector
+from agentgym_rl.run.collectors import make_collector, make_stages
 from agentgym_rl.run.demonstrations import load_trajectories, play_demonstrations, to_sample
 from agentgym_rl.run.environments_pool import EnvironmentsPool
 from agentgym_rl.run.items import all_items
@@ -129,7 +129,7 @@ async def test_a_share_of_zero_gives_the_episodes_of_the_plain_oracle(tmp_path: 
     config = config_of("textcraft", 0.0)
     trajectories = await play_warm_start(config, tmp_path)
     pool = EnvironmentsPool(config.environments, config.agent)
-    slots = episode_slots(config.agent, config.environments)
+    slots = make_stages(config.agent, config.environments)
     collect = make_collector(config.agent, pool, lambda session, seed: OraclePolicy(session), 1, "warmstart-", slots)
     groups = await collect([t.task for t in trajectories], LIMITS, derive_seed(0, "warmstart", "textcraft"))
     await pool.close()

@@ -6,20 +6,16 @@ Every episode runs independently from open to close. Only the batch waits for it
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
-from contextlib import asynccontextmanager
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Literal, TypeVar
 
 from agentgym_rl.agent.policy import Policy, PolicyFactory
 from agentgym_rl.agent.rollout import rollout
+from agentgym_rl.agent.stages import EpisodeStage, Stages
 from agentgym_rl.common.seeds import stable_seed
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.types import EnvPool, EnvSession, Group, Limits, StopReason, Task, Trajectory
-
-STARTS_PER_ITERATION = 16
-"""Episodes that start in one iteration of the event loop, so that an engine plays the first while others are reset."""
-
 
 Start = Callable[[EnvSession, Policy], tuple[EnvSession, Policy]]
 """Wraps the session and the policy of an episode that does not start at its first turn."""
@@ -37,64 +33,9 @@ async def together(calls: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]
     return [task.result() for task in tasks]
 
 
-class EpisodeSlots:
-    """Slots for `total` concurrent episodes, shared by several collectors.
-
-    If several environments wait, the next slot goes to the one with the fewest relative to its weight. An environment
-    that plays alone may use all. `weights` default to 1.
-    """
-
-    def __init__(self, total: int, weights: Mapping[str, float] | None = None) -> None:
-        if total < 1:
-            raise ConfigError(f"concurrency must be 1 or more, got {total}")
-        self._free = total
-        self._weights = weights or {}
-        self._taken: Counter[str] = Counter()
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = defaultdict(deque)
-        self._scheduled_in: asyncio.AbstractEventLoop | None = None
-        """Event loop in which slots will be handed out."""
-
-    @asynccontextmanager
-    async def taken(self, env: str) -> AsyncIterator[None]:
-        """Hold a slot while the body runs."""
-        loop = asyncio.get_running_loop()
-        granted: asyncio.Future[None] = loop.create_future()
-        self._waiting[env].append(granted)
-        # Later, so that environments that start together are all waiting by then.
-        self._schedule(loop)
-        try:
-            await granted
-            yield
-        finally:
-            if granted.done() and not granted.cancelled():
-                self._free += 1
-                self._taken[env] -= 1
-                self._schedule(loop)
-
-    def _schedule(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Hand out slots in the next iteration, once."""
-        if self._scheduled_in is not loop:
-            self._scheduled_in = loop
-            loop.call_soon(self._hand_out)
-
-    def _hand_out(self) -> None:
-        self._scheduled_in = None
-        for _ in range(STARTS_PER_ITERATION):
-            envs = [env for env, queue in self._waiting.items() if queue]
-            if not self._free or not envs:
-                return
-            env = min(envs, key=lambda env: self._taken[env] / self._weights.get(env, 1.0))
-            granted = self._waiting[env].popleft()
-            if not granted.cancelled():
-                self._free -= 1
-                self._taken[env] += 1
-                granted.set_result(None)
-        self._schedule(asyncio.get_running_loop())
-
-
 class Collector:
-    """Plays `group_size` episodes of each task (`types.Collect`). `concurrency` bounds concurrent episodes; as
-    `EpisodeSlots`, those of several collectors together.
+    """Plays `group_size` episodes of each task (`types.CollectFrom`). `concurrency` bounds concurrent episodes; as
+    `Stages`, those of several collectors together, each stage of an episode on its own.
 
     An episode that ends as ERROR is played again up to `retries` times with another seed. Every attempt is in the
     group, ordered by member and attempt, and is passed to `on_trajectory` when it ends. An episode that takes longer
@@ -106,7 +47,7 @@ class Collector:
         pool: EnvPool,
         make_policy: PolicyFactory,
         group_size: int,
-        concurrency: int | EpisodeSlots,
+        concurrency: int | Stages,
         retries: int = 1,
         episode_timeout_s: float = 600.0,
         on_trajectory: Callable[[Trajectory], None] | None = None,
@@ -122,7 +63,7 @@ class Collector:
         self._pool = pool
         self._make_policy = make_policy
         self._group_size = group_size
-        self._slots = concurrency if isinstance(concurrency, EpisodeSlots) else EpisodeSlots(concurrency)
+        self._stages = concurrency if isinstance(concurrency, Stages) else Stages(concurrency)
         self._retries = retries
         self._episode_timeout_s = episode_timeout_s
         self._on_trajectory = on_trajectory
@@ -166,10 +107,11 @@ class Collector:
         """Play all attempts at one episode of a group. `start` and `parent` (id, turns) are those of a branch."""
         attempts: list[Trajectory] = []
         for attempt in range(self._retries + 1):
-            async with self._slots.taken(task.env):
+            async with self._stages.episode(task.env) as stage:
                 trajectory = await self._episode(
                     task,
                     limits,
+                    stage,
                     id=f"{self.prefix}{seed}-{index}-{member}-{attempt}",
                     seed=stable_seed(seed, index, member, attempt),
                     start=start,
@@ -187,6 +129,7 @@ class Collector:
         self,
         task: Task,
         limits: Limits,
+        stage: EpisodeStage,
         *,
         id: str,  # noqa: A002
         seed: int,
@@ -206,9 +149,18 @@ class Collector:
             policy = self._make_policy(env, seed)
             if start is not None:
                 env, policy = start(env, policy)
-            timeout_s = self._episode_timeout_s
-            return await rollout(task, env, policy, limits, id=id, timeout_s=timeout_s, truncate=self._truncate)
+            return await rollout(
+                task,
+                env,
+                policy,
+                limits,
+                id=id,
+                timeout_s=self._episode_timeout_s,
+                truncate=self._truncate,
+                before_play=stage.play,
+            )
         finally:
+            stage.leave()  # a slow close must not keep another episode from the engine
             await self._close(session)
 
     async def _close(self, session: EnvSession) -> None:

@@ -175,10 +175,10 @@ class EnginePolicy:
 
     def _is_full(self, messages: list[Message], prompt_ids: list[int], limits: Limits) -> bool:
         """Return whether the context must be cut: there is no space for a whole reply, and a summary after it."""
-        visible_turns = sum(m.is_reply for m in messages) - max((m.dropped_turns for m in messages), default=0)
-        if self._context.kind == "full" or not visible_turns:
+        if self._context.kind == "full":
             return False
-        return len(prompt_ids) + self._reserved(limits) > limits.max_context
+        visible_turns = sum(m.is_reply for m in messages) - max((m.dropped_turns for m in messages), default=0)
+        return visible_turns != 0 and len(prompt_ids) + self._reserved(limits) > limits.max_context
 
     def _reserved(self, limits: Limits) -> int:
         if self._context.kind != "summary":
@@ -212,7 +212,10 @@ class EnginePolicy:
     def _prompt(self, messages: list[Message], tokenized: list[Message]) -> list[int]:
         if not self._is_linear:
             return segment_tokens([*messages, *tokenized], tokenized[-1].segment)
-        return [*self._ids_of(messages), *(token for message in tokenized for token in message.token_ids)]
+        prompt_ids = list(self._ids_of(messages))
+        for message in tokenized:
+            prompt_ids += message.token_ids
+        return prompt_ids
 
     @property
     def _is_linear(self) -> bool:

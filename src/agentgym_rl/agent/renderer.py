@@ -140,7 +140,7 @@ class Renderer:
             return self.encode(self._render(messages, generation_prompt=True, tools=tools))
         short = sum(len(m.content) for m in messages) <= _MAX_CACHED_CHARS
         ids_of = self._conversation_ids if short else self._encode_conversation
-        return list(ids_of(tuple((m.role, m.content) for m in messages), True, json.dumps(list(tools))))
+        return list(ids_of(tuple((m.role, m.content) for m in messages), True, _key_of(tools)))
 
     def opening(self, messages: list[Message], tools: Tools = ()) -> list[Message]:
         """Return the first messages of an episode with the ids of `prompt` divided among them."""
@@ -386,7 +386,7 @@ class Renderer:
 
     def _system_length(self, system: Message, ids: list[int], tools: Tools) -> int:
         try:
-            system_ids = self._conversation_ids(((system.role, system.content),), False, json.dumps(list(tools)))
+            system_ids = self._conversation_ids(((system.role, system.content),), False, _key_of(tools))
         except TemplateError:
             return 0
         length = 0
@@ -500,6 +500,11 @@ class Renderer:
                     "the chat template writes an observation differently late in a conversation, or the tokenizer "
                     f"merges text across the end-of-turn token {self._end_text!r}: {_advice()}"
                 )
+
+
+def _key_of(tools: Tools) -> str:
+    """Return tools as a key of the caches of ids."""
+    return json.dumps(list(tools)) if tools else "[]"
 
 
 def _without_ids(parsed: Parsed) -> Parsed:

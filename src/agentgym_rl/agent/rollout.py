@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
+from collections.abc import Awaitable, Callable
 from numbers import Real
 from typing import Any
 
@@ -34,18 +34,26 @@ async def rollout(
     id: str,  # noqa: A002 - the name of the field it fills
     timeout_s: float | None = None,
     truncate: bool = False,
+    before_play: Callable[[], Awaitable[None] | None] | None = None,
 ) -> Trajectory:
     """Play one episode to a named ending and close the policy. The caller closes `env`.
 
     A failure, or the deadline `timeout_s`, ends the episode as ERROR with the turns played so far. With `truncate` the
-    deadline ends it as TIMEOUT, which may be trained on. Only a cancellation is raised.
+    deadline ends it as TIMEOUT, which may be trained on. Only a cancellation is raised. `before_play` is called
+    between the reset and the first reply. If it returns an awaitable, the wait counts neither for the deadline nor for
+    `seconds`.
     """
     trajectory = Trajectory(id=id, task=task, horizon=limits.max_turns, tools=env.tools)
-    started = time.monotonic()
+    now = asyncio.get_running_loop().time
+    started = now()
     try:
         try:
             async with asyncio.timeout(timeout_s) as deadline:
-                trajectory.stop = await _play(trajectory, env, policy, limits)
+                step = _checked(await env.reset(task.item), task)
+                trajectory.tools = list(env.tools)  # they may depend on the item
+                if before_play is not None and (waiting := before_play()) is not None:
+                    started += await _wait(waiting, deadline)
+                trajectory.stop = await _play(trajectory, step, env, policy, limits)
         finally:
             await policy.close()
     except Exception as error:
@@ -55,14 +63,25 @@ async def rollout(
             trajectory.error = f"{EPISODE_TIMEOUT}: the episode did not end within {timeout_s:g} s"
             if truncate:
                 trajectory.stop, trajectory.error = StopReason.TIMEOUT, None
-    trajectory.seconds = time.monotonic() - started
+    trajectory.seconds = now() - started
     return trajectory
 
 
-async def _play(trajectory: Trajectory, env: EnvSession, policy: Policy, limits: Limits) -> StopReason:
+async def _wait(waiting: Awaitable[None], deadline: asyncio.Timeout) -> float:
+    """Await `waiting` and move the deadline by the time it took, which is returned in seconds."""
+    loop, end = asyncio.get_running_loop(), None if deadline.expired() else deadline.when()
+    started = loop.time()
+    if end is not None:
+        deadline.reschedule(None)
+    await waiting
+    waited_s = loop.time() - started
+    if end is not None:
+        deadline.reschedule(end + waited_s)
+    return waited_s
+
+
+async def _play(trajectory: Trajectory, step: Step, env: EnvSession, policy: Policy, limits: Limits) -> StopReason:
     task, messages = trajectory.task, trajectory.messages
-    step = _checked(await env.reset(task.item), task)
-    trajectory.tools = list(env.tools)  # they may depend on the item
     # The observation without a reply so far. It is recorded even if no reply follows.
     pending: Observation | None = step.observation
     try:

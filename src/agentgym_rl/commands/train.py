@@ -37,6 +37,8 @@ MAY_CHANGE_ON_RESUME = (
     "threads",
     "trackers",
     "agent.concurrency",
+    "agent.open_ahead",
+    "agent.opening",
     "agent.program_start",
     "agent.proxy_host",
     "agent.proxy_port",

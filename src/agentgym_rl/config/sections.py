@@ -147,7 +147,14 @@ class AgentConfig(Section):
     train_thoughts: bool = True
     """Whether the loss includes thoughts. They are sampled either way."""
     concurrency: int = Field(256, ge=1)
-    """Episodes at the same time, over all environments. If several environments wait, slots are shared by weight."""
+    """Episodes that are played at the same time, over all environments. If several environments wait, slots are shared
+    by weight."""
+    open_ahead: int | None = Field(None, ge=0)
+    """Environments that are opened and reset beside the episodes that are played, so that the engine does not wait for
+    them. By default a quarter of `concurrency`, at most 16."""
+    opening: int | None = Field(None, ge=1)
+    """Environments of one name that are opened and reset at the same time. By default as many as there are cores, at
+    least 4, if they run in this process; no bound if they run on a server."""
     retries: int = Field(2, ge=0)
     """Retries of an episode that failed."""
     step_timeout_s: float = Field(60.0, gt=0)
@@ -157,6 +164,12 @@ class AgentConfig(Section):
     on_timeout: Literal["retry", "truncate"] = "retry"
     """Action when the episode's deadline passes. retry: play it again with another seed, so that slow episodes are
     missing from training. truncate: end it there and train on it like an episode that ran out of turns."""
+
+    @property
+    def sessions(self) -> int:
+        """Environments that are open at the same time."""
+        ahead = min(16, self.concurrency // 4) if self.open_ahead is None else self.open_ahead
+        return self.concurrency + ahead
 
 
 class EngineConfig(Section):

@@ -28,7 +28,6 @@ from agentgym_rl.environment.base import (
     HasRender,
     HasStateKey,
     HasThought,
-    HasTools,
     TextEnv,
 )
 from agentgym_rl.environment.tools import ACT, Tool
@@ -127,6 +126,11 @@ def fork_env(env: TextEnv) -> TextEnv | None:
         return None
 
 
+def _if_it_has(env: TextEnv, method: str) -> Any:
+    """Return the environment if it has the method, else None. `isinstance` of a protocol is slow in Python 3.11."""
+    return env if callable(getattr(env, method, None)) else None
+
+
 class LocalSession:
     """One environment being played. Concurrent calls run one after the other."""
 
@@ -176,11 +180,10 @@ class LocalSession:
         if session._worker is not None and env.cheap:  # known only now if the factory is not a class
             session._worker.stop()
             session._worker = None
-        session._keyed_env = env if isinstance(env, HasStateKey) else None
-        session._tools_env = env if isinstance(env, HasItemTools) else None
+        session._keyed_env, session._tools_env = _if_it_has(env, "state_key"), _if_it_has(env, "item_tools")
         session.instruction = env.instruction
-        if isinstance(env, HasTools):
-            session.toolset = env.tools()
+        if (tools_env := _if_it_has(env, "tools")) is not None:
+            session.toolset = tools_env.tools()
         session.tool_instruction = getattr(env, "tool_instruction", "")
         session.takes_messages = getattr(env, "takes_messages", False)
         return session
@@ -265,7 +268,7 @@ class LocalSession:
             if env is None:
                 raise EnvError(f"{self.name} was copied once and cannot be copied again: fork() must always work")
             await self._call("close", self._env.close)
-            self._env, self._keyed_env = env, env if isinstance(env, HasStateKey) else None
+            self._env, self._keyed_env = env, _if_it_has(env, "state_key")
             self._started, self._not_playing = True, ""
             self._rewards, self.observation = list(episode.rewards), episode.observation
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
+from agentgym_rl.agent.collect import together
 from agentgym_rl.rewards.judge import Judge
 from agentgym_rl.rewards.judge_questions import ranking_reward, rubric_reward
 from agentgym_rl.rewards.scores import (
@@ -16,7 +17,7 @@ from agentgym_rl.rewards.scores import (
     own_reward,
 )
 from agentgym_rl.training.reward_settings import RewardSettings
-from agentgym_rl.types import ENVIRONMENT, Collect, Group, Limits, Task, Verdict
+from agentgym_rl.types import ENVIRONMENT, Collect, CollectFrom, Group, Limits, Task, Verdict
 
 BUILT_IN = {ENVIRONMENT: environment_reward, "format": format_reward, "length": length_reward}
 """Kinds that need no judge."""
@@ -51,15 +52,18 @@ class Rewards:
         for trajectory, verdicts in zip(played.trajectories, zip(*by_source, strict=True), strict=True):
             trajectory.verdicts = list(verdicts)
 
-    def scoring(self, collect: Collect) -> Collect:
-        """Return a collector that scores the groups it plays."""
+    def scoring(self, collect: CollectFrom) -> Collect:
+        """Return a collector that scores each group as soon as it is played, while others are still played."""
 
-        async def collect_and_score(tasks: list[Task], limits: Limits, seed: int) -> list[Group]:
-            groups = await collect(tasks, limits, seed)
-            await self.score(groups)
-            return groups
+        async def collect_and_score(task: Task, limits: Limits, seed: int, index: int) -> Group:
+            (group,) = await collect([task], limits, seed, index)
+            await self.score([group])
+            return group
 
-        return collect_and_score
+        async def collect_all(tasks: list[Task], limits: Limits, seed: int) -> list[Group]:
+            return await together(collect_and_score(task, limits, seed, index) for index, task in enumerate(tasks))
+
+        return collect_all
 
     async def close(self) -> None:
         if self.judge is not None:

@@ -38,7 +38,7 @@ from agentgym_rl.training.rl import Learner
 from agentgym_rl.training.rl_learner import RLLearner
 from agentgym_rl.training.settings import RLSettings, SFTSettings
 from agentgym_rl.training.sft import SFT
-from agentgym_rl.types import Collect, EnvPool, Sample, Trajectory
+from agentgym_rl.types import CollectFrom, EnvPool, Sample, Trajectory
 
 OnTrajectory = Callable[[Trajectory], None]
 """Called with every episode as it ends."""
@@ -80,7 +80,7 @@ class Backend(Protocol):
         temperature: float,
         on_trajectory: OnTrajectory | None = None,
         oracle_share: float | None = None,
-    ) -> Collect:
+    ) -> CollectFrom:
         """Return a function that plays groups of `group_size`; without one, groups as the recipe trains on them.
 
         With `oracle_share` the oracle advises every turn and plays that share of them.
@@ -177,7 +177,7 @@ class LocalBackend:
         temperature: float,
         on_trajectory: OnTrajectory | None = None,
         oracle_share: float | None = None,
-    ) -> Collect:
+    ) -> CollectFrom:
         config = self._config
         policies = engine_policies(
             self._engine,

@@ -24,7 +24,7 @@ from agentgym_rl.config import AgentConfig, Config, EnvironmentConfig
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.run import backend_vllm
 from agentgym_rl.run.backend import OnTrajectory, Trainer, about_renderer, make_engine, make_learner, make_trainer
-from agentgym_rl.run.collectors import engine_policies, episode_slots, make_collector
+from agentgym_rl.run.collectors import engine_policies, make_collector, make_stages
 from agentgym_rl.run.context import RunContext
 from agentgym_rl.run.environments_pool import EnvironmentsPool
 from agentgym_rl.run.load_model import choose_device, load_from
@@ -46,7 +46,7 @@ from agentgym_rl.training.reward_model import RewardTrainer, save_head
 from agentgym_rl.training.rl_learner import by_turn
 from agentgym_rl.training.settings import RLSettings, SFTSettings, TreeSettings
 from agentgym_rl.transport.buckets import EngineAdapter, NativeAdapter
-from agentgym_rl.types import Collect, Group, Limits, Sample, Task
+from agentgym_rl.types import CollectFrom, Group, Limits, Sample, Task
 
 SCORED_FIELDS = ("old_logprobs", "entropies", "reference_logprobs", "teacher_logprobs", "values", "last_value")
 """Fields of a sample that a learner fills in."""
@@ -254,7 +254,7 @@ class Player:
         """`variables`: environment variables of the driver that the recipe names."""
         os.environ.update(variables)
         self._agent, self._seeded, self._engine = agent, seeded, engine
-        self._pool, self._slots = EnvironmentsPool(environments, agent), episode_slots(agent, environments)
+        self._pool, self._stages = EnvironmentsPool(environments, agent), make_stages(agent, environments)
         self._renderer = make_renderer()
 
     @property
@@ -272,7 +272,7 @@ class Player:
             oracle_share=job.oracle_share,
         )
         collect = make_collector(
-            self._agent, self._pool, policies, job.group_size, job.prefix, self._slots, tree=job.tree
+            self._agent, self._pool, policies, job.group_size, job.prefix, self._stages, tree=job.tree
         )
         (group,) = await collect([job.task], job.limits, job.seed, job.index)
         return group
@@ -450,13 +450,13 @@ class RayBackend:
         temperature: float,
         on_trajectory: OnTrajectory | None = None,
         oracle_share: float | None = None,
-    ) -> Collect:
+    ) -> CollectFrom:
         sizes = self._config.group_sizes(group_size)
         tree = self._config.rl.tree if group_size is None else None
 
-        async def collect(tasks: list[Task], limits: Limits, seed: int) -> list[Group]:
+        async def collect(tasks: list[Task], limits: Limits, seed: int, first: int = 0, /) -> list[Group]:
             more = (temperature, self.version, oracle_share, tree)
-            jobs = [Job(t, limits, seed, i, prefix, sizes[t.env], *more) for i, t in enumerate(tasks)]
+            jobs = [Job(t, limits, seed, i, prefix, sizes[t.env], *more) for i, t in enumerate(tasks, first)]
             return list(await asyncio.gather(*(play(job) for job in jobs)))
 
         async def play(job: Job) -> Group:
@@ -550,7 +550,7 @@ def plan_of(config: Config) -> Plan:
         learner_cpus=scale.learner_cpus,
         engine_cpus=scale.engine_cpus,
         env_host_cpus=scale.env_host_cpus,
-        episodes_per_host=max(1, config.agent.concurrency // scale.env_hosts),
+        episodes_per_host=max(1, config.agent.sessions // scale.env_hosts),
         address=scale.address,
         object_store_mb=scale.object_store_mb,
         bucket_mb=scale.bucket_mb,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 from agentgym_rl.agent.advised import AdvisedPolicy
-from agentgym_rl.agent.collect import Collector, EpisodeSlots
+from agentgym_rl.agent.collect import Collector
 from agentgym_rl.agent.context_management import Context
 from agentgym_rl.agent.engines.base import Engine
 from agentgym_rl.agent.policy import EnginePolicy, OraclePolicy, Policy, PolicyFactory, RandomPolicy
@@ -17,15 +17,19 @@ from agentgym_rl.agent.proxy.app import Proxy
 from agentgym_rl.agent.proxy.external import ExternalPolicy, ExternalSession
 from agentgym_rl.agent.proxy.programs import Program
 from agentgym_rl.agent.renderer import Renderer
+from agentgym_rl.agent.stages import Stages
 from agentgym_rl.agent.styles import STYLES, Style
 from agentgym_rl.agent.trees import Branching, TreeCollector
+from agentgym_rl.common.cores import num_cores
 from agentgym_rl.config import AgentConfig, EnvironmentConfig
 from agentgym_rl.environment.formats import action_format
 from agentgym_rl.training.settings import TreeSettings
-from agentgym_rl.types import Collect, EnvPool, EnvSession, Group, Limits, Sampling, Task
+from agentgym_rl.types import CollectFrom, EnvPool, EnvSession, Group, Limits, Sampling, Task
 
 PROXY_TOKEN = "AGENTGYM_RL_TOKEN"
 """Environment variable with the token that clients of the proxy send, as of the environment server."""
+MIN_OPENING = 4
+"""Environments in this process that are opened at once on a machine with fewer cores."""
 Wrap = Callable[[EnvSession], EnvSession]
 
 
@@ -96,9 +100,13 @@ def demonstrators(name: str) -> PolicyFactory:
     return {"oracle": lambda session, seed: OraclePolicy(session), "random": RandomPolicy}[name]
 
 
-def episode_slots(agent: AgentConfig, environments: Iterable[EnvironmentConfig]) -> EpisodeSlots:
-    """Return slots for the episodes that a run plays at once, shared by its environments by weight."""
-    return EpisodeSlots(agent.concurrency, {env.name: env.weight for env in environments})
+def make_stages(agent: AgentConfig, environments: Sequence[EnvironmentConfig]) -> Stages:
+    """Return the bounds of the stages of a run's episodes, shared by its environments by weight."""
+    weights = {env.name: env.weight for env in environments}
+    # The cores of a server are not known, and it has bounds of its own.
+    bounded = [env.name for env in environments if env.url is None or agent.opening is not None]
+    opening = agent.opening or max(MIN_OPENING, num_cores())
+    return Stages(agent.concurrency, agent.sessions - agent.concurrency, dict.fromkeys(bounded, opening), weights)
 
 
 def _unwrapped(session: EnvSession) -> EnvSession:
@@ -126,19 +134,19 @@ def make_collector(
     make_policy: PolicyFactory,
     group_size: int,
     prefix: str,
-    slots: EpisodeSlots,
+    stages: Stages,
     *,
     inner: Wrap = _unwrapped,
     tree: TreeSettings | None = None,
     **options: Any,
 ) -> Collector:
-    """Return a collector of groups, or of trees. Collectors that play at the same time share `slots`."""
+    """Return a collector of groups, or of trees. Collectors that play at the same time share `stages`."""
     make = Collector if tree is None else partial(TreeCollector, Branching(**asdict(tree)))
     return make(
         pool,
         make_policy,
         group_size,
-        slots,
+        stages,
         agent.retries,
         agent.episode_timeout_s,
         wrap=session_wrapper(agent, inner),
@@ -156,17 +164,17 @@ def collect_each(
     group_sizes: Mapping[str, int],
     prefix: str,
     **options: Any,
-) -> Collect:
+) -> CollectFrom:
     """Return a function that plays episodes of any of the environments, at most `agent.concurrency` at once."""
-    slots = episode_slots(agent, environments)
+    stages = make_stages(agent, environments)
     collectors = {
-        env.name: make_collector(agent, pool, make_policy, group_sizes[env.name], prefix, slots, **options)
+        env.name: make_collector(agent, pool, make_policy, group_sizes[env.name], prefix, stages, **options)
         for env in environments
     }
 
-    async def collect(tasks: list[Task], limits: Limits, seed: int) -> list[Group]:
+    async def collect(tasks: list[Task], limits: Limits, seed: int, first: int = 0, /) -> list[Group]:
         """Play tasks of one environment: the trainer calls each with limits of its own."""
         (env,) = {task.env for task in tasks}
-        return await collectors[env](tasks, limits, seed)
+        return await collectors[env](tasks, limits, seed, first)
 
     return collect

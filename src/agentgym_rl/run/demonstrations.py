@@ -8,7 +8,7 @@ from itertools import cycle, islice
 
 from agentgym_rl.agent.renderer import Renderer, Tools
 from agentgym_rl.errors import ConfigError, EnvError
-from agentgym_rl.run.collectors import demonstrators, episode_slots, limits_of, make_collector
+from agentgym_rl.run.collectors import demonstrators, limits_of, make_collector, make_stages
 from agentgym_rl.run.console import Console
 from agentgym_rl.run.context import RunContext
 from agentgym_rl.run.heldout import sample_per_subset
@@ -189,7 +189,7 @@ async def play_demonstrations(
             demonstrators(policy),
             1,
             f"{kind}-",
-            episode_slots(config.agent, config.environments),
+            make_stages(config.agent, config.environments),
             on_trajectory=lambda trajectory: advance(int(trajectory.stop is not StopReason.ERROR)),
         )
         for env in config.environments:

@@ -24,7 +24,7 @@ class EnvironmentsPool:
         self._items = {env.name: read_recipe_items(env) for env in environments if env.items}
         for env in environments:
             settings: dict[str, Any] = {
-                "max_sessions": agent.concurrency,
+                "max_sessions": agent.sessions,
                 "timeout_s": agent.step_timeout_s,
                 "action_format": STYLES[agent.style].action_format,
             }

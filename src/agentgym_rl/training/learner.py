@@ -25,7 +25,7 @@ from agentgym_rl.training.device.optimizer import (
     make_optimizer,
     moments_on,
 )
-from agentgym_rl.training.device.packed import capture_passes
+from agentgym_rl.training.device.packed import capture_passes, why_not_packed
 from agentgym_rl.training.microbatch import MicroBatch, micro_batches
 from agentgym_rl.training.model import action_logprobs, check_plain_head
 from agentgym_rl.training.ranks import SINGLE_PROCESS, Ranks
@@ -73,12 +73,19 @@ class Updater:
 
         The padding is also appended to `samples`.
         """
-        batches = micro_batches(samples, weights, self.settings.micro_batch_tokens, self.device)
+        batches = micro_batches(
+            samples, weights, self.settings.micro_batch_tokens, self.device, share_prefixes=self._shares_prefixes()
+        )
         for micro in idle_passes(len(batches), self.ranks, self.device):
             micro.indices = [len(samples)]
             samples.append(_idle_sample())
             batches.append(micro)
         return batches
+
+    def _shares_prefixes(self) -> bool:
+        """Return whether passes compute shared prefixes once: those on a CPU (docs/how-it-works/learner.md)."""
+        decoder = self.model.get_decoder() if hasattr(self.model, "get_decoder") else self.model.decoder
+        return self.device.type == "cpu" and why_not_packed(decoder) is None and not self.settings.capture_passes
 
     def update(self, batches: list[MicroBatch], loss: MicroLoss) -> dict[str, float]:
         """Sum the gradients of all micro-batches, clip them, and make one optimizer step."""

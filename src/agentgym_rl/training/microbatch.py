@@ -19,8 +19,25 @@ from torch import Tensor
 
 from agentgym_rl.types import Sample
 
+MAX_UNIQUE_SHARE = 0.9
+"""Samples share their prefixes in a pass if at most this share of their tokens is left to compute."""
 PER_ACTION = ("logprobs", "advantages", "old_logprobs", "reference_logprobs", "values", "returns")
 """Fields of a sample with one number per action token; empty if absent."""
+
+
+@dataclass(slots=True)
+class SharedPrefixes:
+    """Tokens of a micro-batch without those that continue the same prefix in an earlier sample: U unique tokens.
+
+    A sample's own tokens follow those that it shares, so they are its last ones.
+    """
+
+    own_counts: list[int]
+    """B: tokens of each sample that are its own. They are neighbours in U, in the order of the samples."""
+    unique_T: Tensor
+    """Index in U of each token of T."""
+    places_U: Tensor
+    """Index in T of each unique token."""
 
 
 @dataclass(slots=True)
@@ -52,6 +69,8 @@ class MicroBatch:
     reference_logprobs_A: Tensor
     values_A: Tensor
     returns_A: Tensor
+    shared: SharedPrefixes | None = None
+    """Prefixes that samples share, if a pass may compute them once."""
 
     @property
     def num_actions(self) -> int:
@@ -70,6 +89,11 @@ class MicroBatch:
         """Return (samples, length) of neighbours of equal length, in order."""
         return [(len(list(same)), length) for length, same in groupby(self.lengths)]
 
+    def own_runs(self, shared: SharedPrefixes) -> list[tuple[int, int, int]]:
+        """Return (samples, length, own tokens) of neighbours that are equal in both, in order."""
+        pairs = zip(self.lengths, shared.own_counts, strict=True)
+        return [(len(list(same)), length, own) for (length, own), same in groupby(pairs)]
+
     def padded(self) -> tuple[Tensor, Tensor]:
         """Return (ids_BL padded on the right with 0, the flat index of every token in it, T)."""
         rows_T = torch.repeat_interleave(
@@ -82,10 +106,72 @@ class MicroBatch:
 
 
 def micro_batches(
-    samples: list[Sample], weights: list[float], max_tokens: int, device: torch.device | str = "cpu"
+    samples: list[Sample],
+    weights: list[float],
+    max_tokens: int,
+    device: torch.device | str = "cpu",
+    *,
+    share_prefixes: bool = False,
 ) -> list[MicroBatch]:
-    """Return micro-batches of at most `max_tokens` tokens (or one longer sample), longest samples first."""
+    """Return micro-batches of at most `max_tokens` tokens (or one longer sample), longest samples first.
+
+    With `share_prefixes`, samples that begin alike go into the same one, if that saves enough.
+    """
+    if share_prefixes:
+        order = sorted(range(len(samples)), key=lambda i: samples[i].token_ids)
+        own = own_lengths([samples[i] for i in order])
+        if sum(own) <= MAX_UNIQUE_SHARE * sum(len(s.token_ids) for s in samples):
+            chunks = _chunks(order, samples, max_tokens)
+            return [_pack_shared(chunk, samples, weights, device) for chunk in chunks]
     order = sorted(range(len(samples)), key=lambda i: len(samples[i].token_ids), reverse=True)
+    chunks = _chunks(order, samples, max_tokens)
+    return [_pack(chunk, [samples[i] for i in chunk], [weights[i] for i in chunk], device) for chunk in chunks]
+
+
+def own_lengths(samples: list[Sample]) -> list[int]:
+    """Return how many tokens of each sample do not continue a prefix of its predecessor.
+
+    If samples are sorted by their tokens, no other earlier one has a longer common prefix than the predecessor.
+    """
+    before: list[int] = []
+    counts = []
+    for sample in samples:
+        ids = sample.token_ids
+        length = min(len(ids), len(before))
+        if ids[:length] != before[:length]:
+            a, b = (numpy.array(x[:length]) for x in (ids, before))
+            length = int((a != b).argmax())
+        counts.append(len(ids) - length)
+        before = ids
+    return counts
+
+
+def _pack_shared(
+    chunk: list[int], samples: list[Sample], weights: list[float], device: torch.device | str
+) -> MicroBatch:
+    """Pack samples that are sorted by their tokens, with the prefixes that they share."""
+    own = own_lengths([samples[i] for i in chunk])
+    # By length as always, and neighbours that are equal in both numbers, so that attention takes them together.
+    order = sorted(range(len(chunk)), key=lambda k: (len(samples[chunk[k]].token_ids), own[k]), reverse=True)
+    starts = numpy.zeros(len(chunk), dtype=numpy.int64)
+    starts[order] = numpy.cumsum([0, *(own[k] for k in order)])[:-1]
+    unique: list[numpy.ndarray] = []
+    for k, i in enumerate(chunk):
+        common = len(samples[i].token_ids) - own[k]
+        before = unique[-1][:common] if common else numpy.empty(0, dtype=numpy.int64)
+        unique.append(numpy.concatenate([before, starts[k] + numpy.arange(own[k])]))
+    indices = [chunk[k] for k in order]
+    micro = _pack(indices, [samples[i] for i in indices], [weights[i] for i in indices], device)
+    own_counts = [own[k] for k in order]
+    ends = numpy.cumsum(micro.lengths)
+    places = [end - count + numpy.arange(count) for end, count in zip(ends, own_counts, strict=True)]
+    unique_T = torch.from_numpy(numpy.concatenate([unique[k] for k in order])).to(device)
+    micro.shared = SharedPrefixes(own_counts, unique_T, torch.from_numpy(numpy.concatenate(places)).to(device))
+    return micro
+
+
+def _chunks(order: list[int], samples: list[Sample], max_tokens: int) -> list[list[int]]:
+    """Return the samples in order, cut into parts of at most `max_tokens` tokens."""
     chunks: list[list[int]] = []
     free_tokens = 0
     for i in order:
@@ -96,7 +182,7 @@ def micro_batches(
         else:
             chunks.append([i])
             free_tokens = max_tokens - length
-    return [_pack(chunk, [samples[i] for i in chunk], [weights[i] for i in chunk], device) for chunk in chunks]
+    return chunks
 
 
 def _pack(indices: list[int], samples: list[Sample], weights: list[float], device: torch.device | str) -> MicroBatch:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from agentgym_rl.training.microbatch import MicroBatch
+from agentgym_rl.training.microbatch import MicroBatch, SharedPrefixes
 
 _CAUSAL = 1
 """`custom_mask_type` of torch's memory-efficient kernel: causal from the top left of each sample."""
@@ -27,9 +27,12 @@ def attend(query_TND: Tensor, key_TKD: Tensor, value_TKD: Tensor, micro: MicroBa
     """Return the attention output, T(ND), differentiable.
 
     On CUDA it uses the flash kernel for half precision and the memory-efficient one for float32. Elsewhere it makes one
-    exact call for every run of equally long samples, which is the fastest way on a CPU.
+    exact call for every run of equally long samples, which is the fastest way on a CPU. There, tokens may be the unique
+    ones of samples with shared prefixes.
     """
-    if flash_supports(query_TND):
+    if micro.shared is not None and len(query_TND) < len(micro.token_ids_T):
+        mixed = _by_own_tokens(query_TND, key_TKD, value_TKD, micro, micro.shared, scale)
+    elif flash_supports(query_TND):
         mixed = flash_forward(query_TND, key_TKD, value_TKD, micro, scale)[0]
     elif query_TND.is_cuda and query_TND.dtype is torch.float32 and query_TND.shape[-1] % 4 == 0:
         mixed = _memory_efficient(query_TND, key_TKD, value_TKD, micro, scale)
@@ -85,5 +88,30 @@ def _by_runs(query: Tensor, key: Tensor, value: Tensor, micro: MicroBatch, scale
     for (count, length), *parts in zip(runs, *(x.split(sizes) for x in (query, key, value)), strict=True):
         q, k, v = (part.unflatten(0, (count, length)).transpose(1, 2) for part in parts)
         out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+        mixed.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(mixed)
+
+
+def _by_own_tokens(
+    query_UND: Tensor, key_UKD: Tensor, value_UKD: Tensor, micro: MicroBatch, shared: SharedPrefixes, scale: float
+) -> Tensor:
+    """Return the attention output of unique tokens, UND: keys and values of shared tokens are copied, not computed."""
+    runs = micro.own_runs(shared)
+    heads = key_UKD.shape[1]
+    # One copy, because its gradient is a sum over rows that costs the same for any width.
+    both_T2KD = torch.cat((key_UKD, value_UKD), 1).index_select(0, shared.unique_T)
+    queries = query_UND.split([count * own for count, _, own in runs])
+    both = both_T2KD.split([count * length for count, length, _ in runs])
+    mixed = []
+    for (count, length, own), query, part in zip(runs, queries, both, strict=True):
+        if not own:  # the same tokens as in another sample
+            continue
+        q = query.unflatten(0, (count, own)).transpose(1, 2)
+        k, v = part.unflatten(0, (count, length)).transpose(1, 2).split(heads, 1)
+        # The mask is causal from the bottom right: the last query sees every key.
+        mask = None if own == length else torch.ones(own, length, dtype=torch.bool, device=q.device).tril(length - own)
+        out = scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=query_UND.shape[1] != heads
+        )
         mixed.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(mixed)

@@ -40,7 +40,12 @@ def why_not_packed(decoder: Any) -> str | None:
 
 
 def packed_states(decoder: Any, micro: MicroBatch) -> Tensor:
-    """Return the decoder's output for every token, TH. Samples do not see each other."""
+    """Return the decoder's output for every token, TH. Samples do not see each other, but may share prefixes."""
+    shared = micro.shared
+    if shared is not None:
+        hidden_UH = decoder.embed_tokens(micro.token_ids_T[shared.places_U])
+        states_UH = through_layers(decoder, hidden_UH, micro.positions_T[shared.places_U], micro)
+        return states_UH.index_select(0, shared.unique_T)
     hidden_TH = decoder.embed_tokens(micro.token_ids_T)
     captured = getattr(decoder, "captured_passes", None)
     if captured is not None and decoder.training and torch.is_grad_enabled():

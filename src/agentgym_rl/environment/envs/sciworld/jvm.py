@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
+from agentgym_rl.common.cores import num_cores
 from agentgym_rl.environment.envs.sciworld.gateway import Gateway, GatewayLost
 from agentgym_rl.environment.envs.sciworld.simulator import Simulator
 from agentgym_rl.errors import ConfigError, EnvUnavailable
@@ -50,7 +51,7 @@ def max_processes() -> int:
     """Return the number in the environment variable, or one per core up to eight. Each process uses one core."""
     text = os.environ.get(PROCESSES_VARIABLE)
     if text is None:
-        return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+        return min(8, num_cores())
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"{PROCESSES_VARIABLE} needs a number of Java processes of at least 1, got {text!r}")
     return int(text)

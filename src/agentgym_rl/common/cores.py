@@ -1,0 +1,10 @@
+"""Cores of this process."""
+
+from __future__ import annotations
+
+import os
+
+
+def num_cores() -> int:
+    """Return the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
