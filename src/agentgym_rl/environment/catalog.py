@@ -90,6 +90,20 @@ CATALOG: dict[str, Entry] = {
         extra="",
         licence="Apache-2.0 (our own)",
     ),
+    "keydoor_duo": Entry(
+        "KeyDoorDuo",
+        "KeyDoor for two roles: a guide who sees and talks, a walker who acts",
+        package="agentgym_rl",
+        extra="",
+        licence="Apache-2.0 (our own)",
+    ),
+    "nim": Entry(
+        "Nim",
+        "take the last stone: a zero-sum game of two roles",
+        package="agentgym_rl",
+        extra="",
+        licence="Apache-2.0 (our own)",
+    ),
     "searchqa": Entry(
         "load_searchqa",
         "answer questions of one to three hops by searching a corpus",

@@ -297,6 +297,7 @@ def env_routes(sessions: Sessions, env: str, env_class: type[TextEnv]) -> APIRou
                 "splits": {name: [split.start, split.stop] for name, split in env_class.splits.items()},
                 "subsets": list(env_class.subsets),
                 "capabilities": capabilities(env_class),
+                "roles": dict(getattr(env_class, "roles", {})),
                 "tools": [tool.to_wire() for tool in env_class.tools()] if issubclass(env_class, HasTools) else [],
                 "holds": True,
                 "version": __version__,
