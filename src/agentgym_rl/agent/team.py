@@ -275,7 +275,7 @@ async def play_team(
 def _add_moves(trajectory: Trajectory, moves: list[tuple[str, str]]) -> None:
     """Record the moves of other roles in the infos: `before` the first reply, and `after` each."""
     own = [i for i, (role, _) in enumerate(moves) if role == trajectory.role][: trajectory.num_turns]
-    for k, (start, end) in enumerate(zip(own, [*own[1:], len(moves)], strict=True)):
+    for k, (start, end) in enumerate(zip(own, [*own, len(moves)][1:], strict=True)):
         if end > start + 1:
             trajectory.infos[k]["after"] = [list(move) for move in moves[start + 1 : end]]
     if own and own[0]:

@@ -18,6 +18,7 @@ from agentgym_rl.agent.proxy.external import ExternalPolicy, ExternalSession
 from agentgym_rl.agent.proxy.programs import Program
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.styles import STYLES, Style
+from agentgym_rl.agent.team import Cast, TeamCollector
 from agentgym_rl.agent.trees import Branching, TreeCollector
 from agentgym_rl.config import AgentConfig, EnvironmentConfig
 from agentgym_rl.environment.formats import action_format
@@ -130,10 +131,18 @@ def make_collector(
     *,
     inner: Wrap = _unwrapped,
     tree: TreeSettings | None = None,
+    cast: Cast | None = None,
     **options: Any,
 ) -> Collector:
-    """Return a collector of groups, or of trees. Collectors that play at the same time share `slots`."""
-    make = Collector if tree is None else partial(TreeCollector, Branching(**asdict(tree)))
+    """Return a collector of groups, of trees, or with a `cast` of games of several roles.
+
+    Collectors that play at the same time share `slots`.
+    """
+    make: Callable[..., Collector] = Collector
+    if tree is not None:
+        make = partial(TreeCollector, Branching(**asdict(tree)))
+    elif cast is not None:
+        make = partial(TeamCollector, cast)
     return make(
         pool,
         make_policy,

@@ -14,6 +14,7 @@ from agentgym_rl.run.context import RunContext
 from agentgym_rl.run.heldout import sample_per_subset
 from agentgym_rl.run.log import Kind
 from agentgym_rl.run.mistakes import Solutions, inject_mistakes
+from agentgym_rl.run.teams import demonstrating_cast
 from agentgym_rl.training.conversations import (
     Conversation,
     find_files,
@@ -191,6 +192,7 @@ async def play_demonstrations(
             f"{kind}-",
             episode_slots(config.agent, config.environments),
             on_trajectory=lambda _: advance(),
+            cast=demonstrating_cast(config.team, policy),
         )
         for env in config.environments:
             limits = limits_of(config.agent, max_turns, env=env)
