@@ -151,7 +151,9 @@ class World:
         info.pop("state_key", None)
         info.pop("success", None)  # of the role that moved last; a role's own success follows from its reward
         if not step.done and turn not in self.unpaid:
-            raise EnvError(f"{self._env.name} must name the role whose turn it is, one of {[*self.unpaid]}, got {turn!r}")
+            raise EnvError(
+                f"{self._env.name} must name the role whose turn it is, one of {[*self.unpaid]}, got {turn!r}"
+            )
         known = isinstance(rewards, dict) and set(rewards) <= set(self.unpaid)
         if not known or not all(isinstance(r, int | float) and math.isfinite(r) for r in rewards.values()):
             raise EnvError(f"{self._env.name} needs info['rewards'] = {{role: reward}}, got {rewards!r:.120}")
@@ -335,7 +337,13 @@ class TeamCollector(Collector):
         return played
 
     async def _play_game(
-        self, task: Task, limits: Limits, players: Mapping[str, Player], *, id: Callable[[str], str], seed: int  # noqa: A002
+        self,
+        task: Task,
+        limits: Limits,
+        players: Mapping[str, Player],
+        *,
+        id: Callable[[str], str],
+        seed: int,  # noqa: A002
     ) -> list[Trajectory]:
         try:
             async with asyncio.timeout(self._episode_timeout_s):

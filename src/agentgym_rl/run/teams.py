@@ -18,12 +18,12 @@ from agentgym_rl.common.seeds import stable_seed
 from agentgym_rl.config import Config, TeamConfig
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.run.collectors import demonstrators, engine_policies
-from agentgym_rl.run.load_model import load_frozen, load_from
+from agentgym_rl.run.load_model import load_from, load_frozen
 from agentgym_rl.types import LEARNER, EnvSession, Group, Sampling, StopReason, Trajectory
 
 START_RATING = 1000.0
 """Rating of the learner at the start of a run, and of every player that is no snapshot."""
-RATING_STEP = 8.0
+RATING_STEP = 4.0
 """Points of a game between equals: half of them are won or lost (Elo's K)."""
 
 
@@ -161,9 +161,7 @@ class Team:
 
         return choose
 
-    def _player(
-        self, policy: str, learner: PolicyFactory, temperature: float, seed: int
-    ) -> tuple[str, PolicyFactory]:
+    def _player(self, policy: str, learner: PolicyFactory, temperature: float, seed: int) -> tuple[str, PolicyFactory]:
         kind, _, rest = policy.partition(":")
         if policy == LEARNER:
             return LEARNER, learner
