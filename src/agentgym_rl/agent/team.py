@@ -19,7 +19,6 @@ from agentgym_rl.common.seeds import stable_seed
 from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.types import (
     LEARNER,
-    EnvPool,
     EnvSession,
     Group,
     Limits,
@@ -151,9 +150,8 @@ class World:
         info.pop("state_key", None)
         info.pop("success", None)  # of the role that moved last; a role's own success follows from its reward
         if not step.done and turn not in self.unpaid:
-            raise EnvError(
-                f"{self._env.name} must name the role whose turn it is, one of {[*self.unpaid]}, got {turn!r}"
-            )
+            wanted = ", ".join(self.unpaid)
+            raise EnvError(f"{self._env.name} must name the role whose turn it is, one of {wanted}, got {turn!r:.60}")
         known = isinstance(rewards, dict) and set(rewards) <= set(self.unpaid)
         if not known or not all(isinstance(r, int | float) and math.isfinite(r) for r in rewards.values()):
             raise EnvError(f"{self._env.name} needs info['rewards'] = {{role: reward}}, got {rewards!r:.120}")
@@ -302,11 +300,10 @@ class TeamCollector(Collector):
             for index, (task, players) in enumerate(zip(tasks, casts, strict=True), first)
             for member in range(size)
         )
-        groups = []
+        groups: list[Group] = []
         for i, (task, players) in enumerate(zip(tasks, casts, strict=True)):
             played = [t for attempts in games[i * size : (i + 1) * size] for t in attempts]
-            for role in self._kept_roles(players):
-                groups.append(Group(task, [t for t in played if t.role == role]))
+            groups += [Group(task, [t for t in played if t.role == role]) for role in self._kept_roles(players)]
         return groups
 
     def _kept_roles(self, players: Mapping[str, Player]) -> list[str]:
@@ -342,8 +339,8 @@ class TeamCollector(Collector):
         limits: Limits,
         players: Mapping[str, Player],
         *,
-        id: Callable[[str], str],
-        seed: int,  # noqa: A002
+        id: Callable[[str], str],  # noqa: A002
+        seed: int,
     ) -> list[Trajectory]:
         try:
             async with asyncio.timeout(self._episode_timeout_s):
@@ -375,12 +372,3 @@ class TeamCollector(Collector):
 def measured_role(players: Mapping[str, Player]) -> str:
     """Return the first role that the learner plays; without one, the first role."""
     return next((role for role, player in players.items() if player.name == LEARNER), next(iter(players)))
-
-
-async def pool_roles(pool: EnvPool, env: str) -> list[str]:
-    """Return the roles of an environment, by opening a session of it."""
-    session = await pool.open(env)
-    try:
-        return list(roles_of(session))
-    finally:
-        await session.close()

@@ -182,7 +182,9 @@ async def play_demonstrations(
     share = -(-episodes // len(config.environments))
     played: list[Trajectory] = []
     errs = bool(mistakes or wrong_thoughts)
-    with console.progress(f"{policy} play", share * len(config.environments) * (2 if errs else 1)) as advance:
+    roles = 1 if config.team is None else len(config.team.roles)
+    total = share * len(config.environments) * roles * (2 if errs else 1)
+    with console.progress(f"{policy} play", total) as advance:
         collector = partial(
             make_collector,
             config.agent,

@@ -199,7 +199,7 @@ class Team:
         return make
 
     async def advance(self, step: int) -> None:
-        """Take a snapshot if one is due after `step`, and free the engines of those that are not drawn from any more."""
+        """Take a snapshot if one is due after `step`. Free the engines of those that are not drawn from any more."""
         self.league.add(step)
         needed = {snapshot_name(step) for step in self.league.steps[-max(1, self._team.league_size) :]}
         for name in [n for n in self._frozen if n.startswith("past@") and n not in needed]:

@@ -120,7 +120,8 @@ class Nim:
         """Return `12|first|3,5,2`: item, role to move, piles; with the winner instead of the role at the end."""
         if self._item < 0:
             raise EnvError("nim has no state yet: call reset first")
-        return f"{self._item}|{(self._winner and 'won by ' + self._winner) or self._role}|{','.join(map(str, self._piles))}"
+        state = f"won by {self._winner}" if self._winner else self._role
+        return f"{self._item}|{state}|{','.join(map(str, self._piles))}"
 
     def render(self) -> str:
         """Return an SVG of the piles."""
