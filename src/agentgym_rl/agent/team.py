@@ -237,13 +237,13 @@ async def play_team(
     players: Mapping[str, Player],
     limits: Limits,
     *,
-    id: Callable[[str], str],  # noqa: A002 - the name of the field it fills
+    ids: Mapping[str, str],
     seed: int,
     wrap: Callable[[EnvSession], EnvSession] = lambda session: session,
     timeout_s: float | None = None,
     truncate: bool = False,
 ) -> list[Trajectory]:
-    """Play one game and return one episode per role. `id` maps a role to the id of its episode.
+    """Play one game and return one episode per role. `ids` are those of the episodes, by role.
 
     If a role fails, the episodes of all roles end as ERROR. The caller closes `env`.
     """
@@ -258,7 +258,7 @@ async def play_team(
         trained = player.name == LEARNER
         policy = PlayerPolicy(player.make_policy(session, stable_seed(seed, role)), world, role, trained=trained)
         own = replace(limits, max_turns=turns)
-        return await rollout(task, session, policy, own, id=id(role), timeout_s=timeout_s, truncate=truncate)
+        return await rollout(task, session, policy, own, id=ids[role], timeout_s=timeout_s, truncate=truncate)
 
     episodes = await together(play(role, player) for role, player in players.items())
     failed = next((role for role, t in zip(players, episodes, strict=True) if t.stop is StopReason.ERROR), None)
@@ -320,7 +320,7 @@ class TeamCollector(Collector):
                     task,
                     limits,
                     players,
-                    id=lambda role, attempt=attempt: f"{self.prefix}{seed}-{index}-{role}-{member}-{attempt}",
+                    ids={role: f"{self.prefix}{seed}-{index}-{role}-{member}-{attempt}" for role in players},
                     seed=stable_seed(seed, index, member, attempt),
                 )
             played += game
@@ -339,7 +339,7 @@ class TeamCollector(Collector):
         limits: Limits,
         players: Mapping[str, Player],
         *,
-        id: Callable[[str], str],  # noqa: A002
+        ids: Mapping[str, str],
         seed: int,
     ) -> list[Trajectory]:
         try:
@@ -350,7 +350,7 @@ class TeamCollector(Collector):
         except Exception as error:
             text = f"{type(error).__name__}: cannot open a session of {task.env}: {str(error) or 'timeout'}"
             return [
-                Trajectory(id(role), task, stop=StopReason.ERROR, error=text, role=role, player=player.name)
+                Trajectory(ids[role], task, stop=StopReason.ERROR, error=text, role=role, player=player.name)
                 for role, player in players.items()
             ]
         try:
@@ -359,7 +359,7 @@ class TeamCollector(Collector):
                 session,
                 players,
                 limits,
-                id=id,
+                ids=ids,
                 seed=seed,
                 wrap=self._wrap or (lambda session: session),
                 timeout_s=self._episode_timeout_s,

@@ -62,7 +62,9 @@ async def play(
         if roles:
             own, others = role or roles[0], Player(opponent, _opponent(opponent))
             players = dict.fromkeys(roles, others) | {own: Player("you", make_policy)}
-            episodes = await play_team(Task(name, item), session, players, limits, id=lambda _: "play", seed=item)
+            episodes = await play_team(
+                Task(name, item), session, players, limits, ids=dict.fromkeys(roles, "play"), seed=item
+            )
             trajectory = episodes[roles.index(own)]
         else:
             policy = make_policy(session, item)

@@ -111,6 +111,13 @@ CATALOG: dict[str, Entry] = {
         extra="searchqa",
         licence="CC BY 4.0 (GeoNames), Unicode (CLDR)",
     ),
+    "debate": Entry(
+        "load_debate",
+        "two debaters argue about a question of SearchQA, a judge answers it",
+        package="tantivy",
+        extra="searchqa",
+        licence="CC BY 4.0 (GeoNames), Unicode (CLDR)",
+    ),
     "sciworld": Entry(
         "SciWorld",
         "carry out science experiments in a simulated house",

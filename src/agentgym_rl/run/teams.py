@@ -206,8 +206,10 @@ class Team:
             await self._frozen.pop(name).close()
 
     async def close(self) -> None:
-        for player in (*self._frozen.values(), *self._clients.values()):
+        for player in self._frozen.values():
             await player.close()
+        for client in self._clients.values():
+            await client.close()
 
 
 def scripted_policy(path: str) -> PolicyFactory:
