@@ -125,7 +125,7 @@ async def test_a_cut_reply_is_an_empty_move_and_its_loss_is_paid_to_that_reply()
 
 async def test_a_game_without_turns_left_is_truncated_for_every_role() -> None:
     players = {FIRST: Player(LEARNER, oracle), SECOND: Player(LEARNER, oracle)}
-    episodes = await play(Nim, STARTS.index((20,)), players, limits=Limits(2, 16, 4000))
+    episodes = await play(Nim, STARTS.index((12,)), players, limits=Limits(2, 16, 4000))
     for (trajectory,) in episodes.values():
         assert trajectory.stop is StopReason.MAX_TURNS
         assert trajectory.rewards == [0.0, 0.0]

@@ -132,7 +132,7 @@ class RLRun(Run):
     def _log_step(self, step: int, metrics: dict[str, float | str]) -> None:
         expected = expected_steps(self.config.rl, step, float(metrics["tokens/total"]))
         if self.backend.team is not None:
-            metrics = metrics | self.backend.team.league.metrics()
+            metrics = {**metrics, **self.backend.team.league.metrics()}
         self.log.log(step, self.system.metrics() | metrics, steps=expected)
         self.console.step(step, metrics, expected)
         for finding in self.doctor.observe({"step": step, **metrics}):
