@@ -555,6 +555,27 @@ def qwen_trees(seeds: list[int] | None) -> list[Job]:
     return jobs
 
 
+DEBATE_ARMS = {"debate": 1, "alone": 0}
+"""Rounds of arguments before the judge answers."""
+
+
+def debate(seeds: list[int] | None) -> list[Job]:
+    """Return a judge that hears two debaters and one that hears none, trained alike. It needs one GPU."""
+    path = f"model.path={{{PRETRAINED}}}"
+    return [
+        Job(
+            name=f"debate-{arm}-{seed}",
+            arm=arm,
+            task="debate",
+            seed=seed,
+            recipe="qwen/debate.toml",
+            arguments=(path, f"environments.0.kwargs.rounds={rounds}"),
+        )
+        for seed in (seeds if seeds is not None else range(3))
+        for arm, rounds in DEBATE_ARMS.items()
+    ]
+
+
 STUDIES: dict[str, Callable[[list[int] | None], list[Job]]] = {
     "rl-over-base": rl_over_base,
     "staged-horizon": staged_horizon,
@@ -575,4 +596,5 @@ STUDIES: dict[str, Callable[[list[int] | None], list[Job]]] = {
     "asynchronous": asynchronous,
     "trees": trees,
     "qwen-trees": qwen_trees,
+    "debate": debate,
 }

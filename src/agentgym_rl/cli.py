@@ -264,6 +264,8 @@ def play(
     url: Annotated[str | None, typer.Option(help="Server of the environment, instead of this process")] = None,
     token_variable: Annotated[str | None, typer.Option(help="Variable that holds that server's token")] = None,
     kwarg: Kwargs = None,
+    role: Annotated[str | None, typer.Option(help="Role to play, of several; the first by default")] = None,
+    opponent: Annotated[str, typer.Option(help="Who plays the other roles: oracle or random")] = "oracle",
 ) -> None:
     """Play an item by hand in the terminal."""
     from agentgym_rl.commands.play import play as run
@@ -271,7 +273,8 @@ def play(
     token = os.environ.get(token_variable, "") if token_variable else None
     if token == "":
         raise ConfigError(f"--token-variable: {token_variable} should hold the server's token, it is not set")
-    asyncio.run(run(name, item, max_turns, oracle=oracle, url=url, token=token, kwargs=_kwargs(kwarg)))
+    options: dict[str, Any] = {"url": url, "token": token, "kwargs": _kwargs(kwarg), "role": role, "opponent": opponent}
+    asyncio.run(run(name, item, max_turns, oracle=oracle, **options))
 
 
 @app.command()
@@ -383,6 +386,8 @@ def evaluate(
     out: Annotated[Path | None, typer.Option(help="Folder of the results; by default one in evals/")] = None,
     name: Annotated[str | None, typer.Option(help="Name of the agent in the tables")] = None,
     compare: Annotated[str | None, typer.Option(help="`published` adds the paper's rows to the table")] = None,
+    role: Annotated[str | None, typer.Option(help="Role of the agent, if --env has several; the first")] = None,
+    opponent: Annotated[str | None, typer.Option(help="Agent of the other roles, as --agent; the oracle")] = None,
     temperature: Annotated[float | None, _option("Model", "0 for greedy; 1, or the run's own", min=0)] = None,
     max_new_tokens: Annotated[int | None, _option("Model", "Of a reply; 512, or the run's own", min=1)] = None,
     max_context: Annotated[int | None, _option("Model", "Tokens of an episode; the scenario's or run's", min=2)] = None,

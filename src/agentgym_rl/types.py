@@ -25,6 +25,9 @@ MAX_REWARD = 1e9
 ENVIRONMENT = "environment"
 """Source of the verdict that holds the environment's own reward."""
 
+LEARNER = "learner"
+"""Player whose weights are trained, in a game of several roles."""
+
 
 class StopReason(StrEnum):
     """Reason why an episode ended. Every ending has a name."""
@@ -232,6 +235,10 @@ class Trajectory:
     """Id of the episode that it branches off, in a tree of rollouts; else empty."""
     shared_turns: int = 0
     """First turns that it shares with its parent, which sampled them. Only the parent has their log-probabilities."""
+    role: str = ""
+    """Role that it was played in, if the environment has several."""
+    player: str = ""
+    """Player of that role: LEARNER, or the name of another policy, which is not trained on."""
 
     @property
     def reward(self) -> float:
@@ -372,6 +379,7 @@ class Trajectory:
                 **({"tools": self.tools} if self.tools else {}),
                 **({"verdicts": [asdict(verdict) for verdict in self.verdicts]} if self.verdicts else {}),
                 **({"parent": self.parent, "shared_turns": self.shared_turns} if self.parent else {}),
+                **({"role": self.role, "player": self.player} if self.role else {}),
             },
             ensure_ascii=False,
         )
@@ -394,6 +402,8 @@ class Trajectory:
             verdicts=[Verdict(**verdict) for verdict in row.get("verdicts", ())],
             parent=row.get("parent", ""),
             shared_turns=row.get("shared_turns", 0),
+            role=row.get("role", ""),
+            player=row.get("player", ""),
         )
 
 
@@ -424,6 +434,11 @@ class Group:
 
     task: Task
     trajectories: list[Trajectory]
+
+    @property
+    def learns(self) -> bool:
+        """Whether the learner played: False for a role that another policy plays."""
+        return all(t.player in ("", LEARNER) for t in self.trajectories)
 
     @property
     def usable(self) -> list[Trajectory]:

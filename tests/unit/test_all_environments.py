@@ -53,6 +53,8 @@ CASES: dict[str, Case] = {
     "sciworld": Case(subset="Lifespan"),
     "agentdojo": Case(lacks=frozenset({"actions"}), subset="banking", any_text=True),
     "bfcl": Case(lacks=frozenset({"actions"}), any_text=True),
+    "debate": Case(subset="hop1", any_text=True),
+    "keydoor_duo": Case(any_text=True),
     "number_guessing": Case("number_guessing:NumberGuessing"),
     "crossroads": Case("crossroads:Crossroads", {"length": 4}),
     "frozen_lake": Case("gymnasium:FrozenLake-v1", lacks=frozenset({"oracle"})),

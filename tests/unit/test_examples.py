@@ -54,6 +54,15 @@ def test_the_example_of_a_tree_prints_its_paths() -> None:
     assert [("·" in line) for line in lines] == [False, True, True, True, True], "branches share turns with the root"
 
 
+def test_the_example_of_two_players_prints_an_episode_per_role() -> None:
+    script = EXAMPLE.parent / "two_players.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=True)
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == [*["caller"] * 4, *["echo"] * 4] * 2
+    assert all("reward 1" in line for line in lines[:8]), "the careful echo always wins"
+    assert any("reward 0" in line for line in lines[8:])
+
+
 def test_every_item_is_solved_within_seven_turns(example: ModuleType) -> None:
     env = example.NumberGuessing()
     for capability in (HasActions, HasOracle, HasStateKey, HasRender):

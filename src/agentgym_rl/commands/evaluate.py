@@ -8,15 +8,18 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from agentgym_rl import __version__
+from agentgym_rl.agent.policy import PolicyFactory
 from agentgym_rl.agent.styles import STYLES
+from agentgym_rl.agent.team import Cast
 from agentgym_rl.commands.eval_options import parse_prices, parse_turns, parse_urls, wants_published
 from agentgym_rl.commands.eval_served import OWN_TASKS, served_plan
+from agentgym_rl.commands.eval_team import cast_of, find_team, load_opponent
 from agentgym_rl.commands.load_agent import AgentOptions, Candidate, find_agent, load_agent, run_of
 from agentgym_rl.common.files import write_atomically
 from agentgym_rl.config import AgentConfig, EnvironmentConfig, load_config
@@ -113,6 +116,10 @@ class Request:
     step_timeout_s: float = 60.0
     episode_timeout_s: float = 1800.0
     compare_published: bool = False
+    role: str | None = None
+    """Role that the agent plays, in an environment with several."""
+    opponent: str | None = None
+    """Agent that plays the other roles."""
 
     def __post_init__(self) -> None:
         if self.suite is None and self.env is None:
@@ -184,6 +191,8 @@ async def evaluate(request: Request, console: Console | None = None) -> dict[str
     request = _with_settings_of_run(request)
     # Before the agent: an error in a name is reported without loading torch.
     plans = _requested_plans(request, await _listed_items(request))
+    environment = None if request.suite or request.env is None else _environment(request, request.env)
+    team = await find_team(environment, request.role, request.opponent)
     candidate = find_agent(request.agent)
     plans = _apply_agent(plans, request, candidate)
     playable = [plan for plan in plans if plan.items]
@@ -195,10 +204,11 @@ async def evaluate(request: Request, console: Console | None = None) -> dict[str
     concurrency = {
         plan.env: request.concurrency or (CONCURRENCY_HEAVY if plan.env in heavy else CONCURRENCY) for plan in playable
     }
-    config = _config(request, candidate, plans)
+    config = _config(request, candidate, plans) | (team.config() if team is not None else {})
     root = request.out or default_root(Path("evals"), _name(request, candidate), config)
     # Before the folder is created: an agent that cannot be loaded leaves no folder behind.
     agent = load_agent(candidate, max(concurrency.values()), max_context)
+    opponent = None if team is None else load_opponent(team, max(concurrency.values()), max_context)
     try:
         with Folder(root, config, _settings(request)) as folder:
             limit = agent.max_context or max_context
@@ -212,11 +222,16 @@ async def evaluate(request: Request, console: Console | None = None) -> dict[str
                     for env in dict.fromkeys(episode.task.env for episode in remaining):
                         batch = [episode for episode in remaining if episode.task.env == env]
                         playing = candidate.playing.model_copy(update={"style": batch[0].style})
-                        await _play_environment(request, playing, env, concurrency[env], batch, agent, folder, progress)
+                        cast = None if team is None else cast_of(team, opponent)
+                        await _play_environment(
+                            request, playing, env, concurrency[env], batch, agent, folder, progress, cast
+                        )
             _finish(request, folder, plans, console, *published)
             return folder.row
     finally:
         await agent.close()
+        if opponent is not None:
+            await opponent.close()
 
 
 def _with_settings_of_run(request: Request) -> Request:
@@ -255,13 +270,15 @@ async def _play_environment(
     agent: Any,
     folder: Folder,
     progress: _Progress,
+    cast: Callable[[PolicyFactory], Cast] | None = None,
 ) -> None:
     """Play the episodes of one environment. Its browsers are closed before the next environment starts."""
     playing = playing.model_copy(update={"concurrency": concurrency, "step_timeout_s": request.step_timeout_s})
     pool = EnvironmentsPool((_environment(request, env),), playing)
     options = PlayOptions(concurrency, request.retries, request.episode_timeout_s)
     try:
-        await play(episodes, agent, pool, session_wrapper(playing), folder, options, request.seed, progress.on_record)
+        wrap, seed = session_wrapper(playing), request.seed
+        await play(episodes, agent, pool, wrap, folder, options, seed, progress.on_record, cast)
     finally:
         await pool.close()
 

@@ -11,13 +11,15 @@ from typing import Any
 from rich.panel import Panel
 from rich.text import Text
 
-from agentgym_rl.agent.policy import HumanPolicy, OraclePolicy
+from agentgym_rl.agent.policy import HumanPolicy, OraclePolicy, Policy, PolicyFactory
 from agentgym_rl.agent.rollout import rollout
+from agentgym_rl.agent.team import Player, play_team, roles_of
 from agentgym_rl.common.screen import Screen
 from agentgym_rl.environment import catalog
 from agentgym_rl.environment.pool import LocalPool, RemotePool
 from agentgym_rl.environment.wire import NotSupported
 from agentgym_rl.errors import ConfigError, EnvError
+from agentgym_rl.run.collectors import demonstrators
 from agentgym_rl.run.log import read_trajectories
 from agentgym_rl.types import EnvSession, Limits, StopReason, Task, Trajectory
 
@@ -33,26 +35,52 @@ async def play(
     url: str | None = None,
     token: str | None = None,
     kwargs: Mapping[str, Any] | None = None,
+    role: str | None = None,
+    opponent: str = "oracle",
 ) -> Trajectory:
-    """Play one episode of `name`, in this process or on the server at `url`, by hand or with the oracle."""
+    """Play one episode of `name`, in this process or on the server at `url`, by hand or with the oracle.
+
+    In a game of several roles that is the episode of one `role`, by default the first; `opponent` plays the others.
+    """
     console = Screen(highlight=False)
     if url is not None and kwargs:
         raise ConfigError("--kwarg is for an environment in this process; with --url the server decides")
     pool: LocalPool | RemotePool = _local_pool(name, item, kwargs) if url is None else RemotePool({name: url}, token)
     try:
         session = await pool.open(name)
-        console.print(Panel(Text(session.instruction), title=f"{name}, item {item}", border_style="cyan"))
-        if not oracle:
-            console.print(Text(COMMANDS, "dim"))
-        policy = _Spectator(console, session) if oracle else _Player(console, session)
         limits = Limits(max_turns=max_turns, max_new_tokens=1, max_context=1)
-        trajectory = await rollout(Task(name, item), session, policy, limits, id="play")
+        roles = list(roles_of(session))
+        if role is not None and role not in roles:
+            raise ConfigError(f"--role {role!r}: {name} has {', '.join(roles) or 'a single agent'}")
+
+        def make_policy(session: EnvSession, seed: int) -> Policy:
+            console.print(Panel(Text(session.instruction), title=f"{name}, item {item}", border_style="cyan"))
+            if not oracle:
+                console.print(Text(COMMANDS, "dim"))
+            return _Spectator(console, session) if oracle else _Player(console, session)
+
+        if roles:
+            own, others = role or roles[0], Player(opponent, _opponent(opponent))
+            players = dict.fromkeys(roles, others) | {own: Player("you", make_policy)}
+            episodes = await play_team(
+                Task(name, item), session, players, limits, ids=dict.fromkeys(roles, "play"), seed=item
+            )
+            trajectory = episodes[roles.index(own)]
+        else:
+            policy = make_policy(session, item)
+            trajectory = await rollout(Task(name, item), session, policy, limits, id="play")
     finally:
         await pool.close()
     if not trajectory.messages:  # without an observation the item could not be reset
         raise EnvError(f"{name}, item {item} cannot be played: {trajectory.error}")
     _print_ending(console, trajectory)
     return trajectory
+
+
+def _opponent(name: str) -> PolicyFactory:
+    if name not in ("oracle", "random"):
+        raise ConfigError(f"--opponent {name!r} must be oracle or random")
+    return demonstrators(name)
 
 
 def _local_pool(name: str, item: int, kwargs: Mapping[str, Any] | None) -> LocalPool:

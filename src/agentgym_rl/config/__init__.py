@@ -9,6 +9,7 @@ from agentgym_rl.config.sections import (
     EvalConfig,
     ModelConfig,
     ScaleConfig,
+    TeamConfig,
     WarmStartConfig,
 )
 
@@ -23,6 +24,7 @@ __all__ = [
     "Method",
     "ModelConfig",
     "ScaleConfig",
+    "TeamConfig",
     "WarmStartConfig",
     "completed",
     "load_config",

@@ -22,6 +22,7 @@ from agentgym_rl.config.sections import (
     ModelConfig,
     ScaleConfig,
     Section,
+    TeamConfig,
     WarmStartConfig,
 )
 from agentgym_rl.errors import ConfigError
@@ -45,16 +46,16 @@ from agentgym_rl.training.settings import (
 Method = Literal["rl", "sft", "dpo", "agentevol", "dagger", "distill", "reward_model"]
 
 SECTIONS: dict[Method, tuple[str, ...]] = {
-    "rl": ("rl", "horizon", "rewards", "judge"),
+    "rl": ("rl", "horizon", "rewards", "judge", "team"),
     "sft": ("sft", "data"),
     "dpo": ("dpo", "data"),
     "agentevol": ("agentevol", "sft", "data"),
     "dagger": ("dagger", "sft", "data"),
-    "distill": ("rl", "horizon", "rewards", "judge"),
+    "distill": ("rl", "horizon", "rewards", "judge", "team"),
     "reward_model": ("reward_model", "data"),
 }
 """Sections that only some methods read. A recipe with a section that its method does not read is refused."""
-OPTIONAL = ("data", "rewards", "judge")
+OPTIONAL = ("data", "rewards", "judge", "team")
 """Sections that a method reads if they are there."""
 ALLOWED_VARIABLES = "AGENTGYM_ALLOWED_VARIABLES"
 """Environment variable that lists further variables that recipes may send to the addresses they name."""
@@ -88,6 +89,7 @@ class Config(Section):
     rl: RLSettings = RLSettings()
     rewards: tuple[RewardSettings, ...] = ()
     judge: JudgeSettings | None = None
+    team: TeamConfig | None = None
     data: DataSettings | None = None
     """Data to imitate (sft), to build pairs from (dpo, reward_model), or of the expert (agentevol, dagger)."""
     sft: SFTSettings | None = None
@@ -207,6 +209,7 @@ class Config(Section):
                 "such as 'act' or 'function_call'"
             )
         self._check_external_agent()
+        self._check_team()
         if self.agent.style == "reflect" and self.agent.turns_per_attempt is None:
             raise ValueError("agent.turns_per_attempt: style 'reflect' needs it, got none")
         if self.method in ("dpo", "dagger", "reward_model") and self.agent.context != "full":
@@ -233,6 +236,20 @@ class Config(Section):
             if is_set:
                 raise ValueError(f"agent.kind = 'external': the program drives the episode, remove {setting}")
 
+    def _check_team(self) -> None:
+        if self.team is None:
+            return
+        for is_set, setting in (
+            (self.scale is not None, "[scale]: games of several roles are played in one process"),
+            (self.agent.kind == "external", "agent.kind = 'external'"),
+            (self.agent.style in ("tool", "reflect"), f"agent.style = {self.agent.style!r}"),
+            (self.rl.tree is not None, "[rl.tree]"),
+            (self.rl.max_staleness > 0, "rl.max_staleness"),
+            (self.rl.resample_rounds > 0, "rl.resample_rounds"),
+        ):
+            if is_set:
+                raise ValueError(f"[team] cannot be combined with it, remove {setting}")
+
     @property
     def online(self) -> bool:
         """Whether the run plays and learns step by step: RL, or distillation."""
@@ -251,7 +268,8 @@ class Config(Section):
     def sessions_per_engine(self) -> int:
         """Return the episodes that each engine holds at the same time. Further episodes wait."""
         engines = self.scale.engines if self.scale is not None else self.engine.replicas
-        return min(self.agent.concurrency, math.ceil(self.agent.concurrency / engines * ENGINE_SLACK))
+        roles = 1 if self.team is None else sum(role.policy == "learner" for role in self.team.roles.values())
+        return roles * min(self.agent.concurrency, math.ceil(self.agent.concurrency / engines * ENGINE_SLACK))
 
     def require_allowed_variables(self) -> None:
         """Refuse a recipe that sends a variable such as GITHUB_TOKEN to an address that it names."""
@@ -260,6 +278,8 @@ class Config(Section):
             named["engine.api_key_variable"] = self.engine.api_key_variable
         if self.judge is not None:
             named["judge.api_key_variable"] = self.judge.api_key_variable
+        if self.team is not None:
+            named["team.api_key_variable"] = self.team.api_key_variable
         if self.rl.distill is not None:
             named["rl.distill.api_key_variable"] = self.rl.distill.api_key_variable
         allowed = os.environ.get(ALLOWED_VARIABLES, "").replace(",", " ").split()

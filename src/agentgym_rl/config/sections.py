@@ -172,6 +172,65 @@ class AgentConfig(Section):
         return self.concurrency + ahead
 
 
+POLICY = re.compile(
+    r"learner|oracle|random|past:[1-9]\d*|checkpoint:.+|openai:[^@]+@https?://.+|scripted:[\w.]+:[\w.]+"
+)
+"""Policies of a role."""
+
+
+class RoleConfig(Section):
+    """One role of a game."""
+
+    policy: str = "learner"
+    """Player of the role. "learner": the weights that are trained. "past:N": one of the learner's last N snapshots, the
+    same for all episodes of a group. "checkpoint:PATH": a frozen model folder, run or hub name. "oracle", "random": the
+    environment's own. "scripted:my_module:MyPolicy": called with (session, seed), returns a policy.
+    "openai:MODEL@URL": a chat API, such as openai:gpt-4o-mini@https://api.openai.com/v1."""
+    eval_policy: str | None = None
+    """Player of the role in held-out evaluations, instead of `policy`."""
+    max_turns: int | None = Field(None, ge=1)
+    """Replies of the role per episode, if fewer than the horizon's. Afterwards the role is silent."""
+
+    @field_validator("policy", "eval_policy")
+    @classmethod
+    def _known_policy(cls, policy: str | None) -> str | None:
+        if policy is not None and not POLICY.fullmatch(policy):
+            raise ValueError(
+                "must be learner, oracle, random, past:N, checkpoint:PATH, openai:MODEL@URL or scripted:MODULE:NAME"
+            )
+        return policy
+
+
+class TeamConfig(Section):
+    """Several agents in one episode, for an environment with roles."""
+
+    roles: dict[str, RoleConfig] = Field(min_length=2)
+    """Settings of each role of the environment, by name."""
+    rotate: bool = False
+    """Whether players change roles from group to group, so that each plays all of them. `max_turns` stays with the
+    role."""
+    measure: str | None = None
+    """Role whose success held-out evaluations measure; by default the first that the learner plays."""
+    snapshot_every: int = Field(10, ge=1)
+    """Steps between snapshots of the learner for `past:N`. The first is that of the start."""
+    api_key_variable: str | None = None
+    """Environment variable that holds the key of `openai:` players. The key itself is never written to a file."""
+
+    @model_validator(mode="after")
+    def _has_a_learner(self) -> TeamConfig:
+        if not any(role.policy == "learner" for role in self.roles.values()):
+            raise ValueError("at least one role must have policy = 'learner', got none")
+        if self.measure is not None and (self.measure not in self.roles or self.rotate):
+            raise ValueError(f"measure = {self.measure!r}: name one of {', '.join(self.roles)}, without rotate")
+        return self
+
+    @property
+    def league_size(self) -> int:
+        """Snapshots that the largest `past:N` draws from; 0 without one."""
+        specs = [spec for role in self.roles.values() for spec in (role.policy, role.eval_policy or "")]
+        return max(int(spec.removeprefix("past:")) if spec.startswith("past:") else 0 for spec in specs)
+
+
 class EngineConfig(Section):
     """The engine that samples replies."""
 

@@ -92,6 +92,21 @@ class HasFork(Protocol):
 
 
 @runtime_checkable
+class HasRoles(Protocol):
+    """A game of several roles. One of them is to act at any time, and step() plays its action.
+
+    The observation is for the role that acts next, and the last one for all. `info["rewards"]` holds the rewards of the
+    roles, {role: reward}; `reward` is that of the role that acted. An empty action is that of a role which is silent.
+    """
+
+    roles: ClassVar[Mapping[str, str]]
+    """Instruction of each role, in the order of play."""
+
+    def role(self) -> str:
+        """Return the role whose turn it is."""
+
+
+@runtime_checkable
 class HasAgentGymNumbers(Protocol):
     """An environment whose items AgentGym has too, under other numbers."""
 

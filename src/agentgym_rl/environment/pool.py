@@ -70,6 +70,10 @@ class _PooledSession:
         self.instruction = f"{inner.instruction}\n\n{syntax.explain}" if syntax.explain else inner.instruction
         if syntax.tools and inner.tool_instruction:
             self.instruction = inner.tool_instruction
+        self.roles = {
+            role: f"{text}\n\n{syntax.explain}" if syntax.explain else text for role, text in inner.roles.items()
+        }
+        """Instruction of each role; empty for a single agent."""
         self._toolset = inner.toolset
         """Tools of the present state."""
         self._inner = inner
@@ -226,12 +230,14 @@ class RemoteSession:
         toolset: Sequence[Tool],
         tool_instruction: str,
         takes_messages: bool,
+        roles: Mapping[str, str],
     ) -> None:
         self.name = name
         self.instruction = instruction
         self.toolset = toolset
         self.tool_instruction = tool_instruction
         self.takes_messages = takes_messages
+        self.roles = roles
         self.id = session_id
         self._client = client
         self._on_close = on_close
@@ -287,8 +293,8 @@ class RemotePool(_Pool):
         self._idle_clients = {name: [factory()] for name, factory in self._client_factories.items()}
         """Clients without a session. The next session reuses their connection."""
         self._instructions: dict[str, str] = {}
-        self._toolsets: dict[str, tuple[Sequence[Tool], str, bool]] = {}
-        """By environment: tools, instruction for an agent that calls them, and whether it takes messages."""
+        self._toolsets: dict[str, tuple[Sequence[Tool], str, bool, Mapping[str, str]]] = {}
+        """By environment: tools, instruction for an agent that calls them, whether it takes messages, and roles."""
         self._info_lock = asyncio.Lock()
 
     async def _open(self, env: str) -> RemoteSession:
@@ -304,7 +310,8 @@ class RemotePool(_Pool):
                         await self._holds[env].start()
                     takes_messages = "messages" in (info.get("capabilities") or ())
                     explained = str(info.get("tool_instruction") or "")
-                    self._toolsets[env] = _toolset(info, client.url), explained, takes_messages
+                    roles = {str(role): str(text) for role, text in (info.get("roles") or {}).items()}
+                    self._toolsets[env] = _toolset(info, client.url), explained, takes_messages, roles
                     self._instructions[env] = info["instruction"]
             owner = self._holds[env].owner if env in self._holds else ""
             session_id = await client.create(self._wait_timeout_s, owner)

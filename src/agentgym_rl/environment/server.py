@@ -285,7 +285,7 @@ SessionId = Annotated[int, Depends(_session_id)]
 
 def env_routes(sessions: Sessions, env: str, env_class: type[TextEnv]) -> APIRouter:
     """Return the routes of one environment, except for the hot paths."""
-    router = APIRouter()
+    router, roles = APIRouter(), dict(getattr(env_class, "roles", {}))
 
     @router.get("/info")
     async def info() -> Response:
@@ -293,7 +293,7 @@ def env_routes(sessions: Sessions, env: str, env_class: type[TextEnv]) -> APIRou
             {
                 "name": env,
                 "instruction": env_class.instruction,
-                "tool_instruction": getattr(env_class, "tool_instruction", ""),
+                **{"tool_instruction": getattr(env_class, "tool_instruction", ""), "roles": roles},
                 "splits": {name: [split.start, split.stop] for name, split in env_class.splits.items()},
                 "subsets": list(env_class.subsets),
                 "capabilities": capabilities(env_class),

@@ -16,7 +16,7 @@ import queue
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -26,6 +26,7 @@ from agentgym_rl.environment.base import (
     HasItemTools,
     HasOracle,
     HasRender,
+    HasRoles,
     HasStateKey,
     HasThought,
     TextEnv,
@@ -140,6 +141,8 @@ class LocalSession:
         self.toolset: Sequence[Tool] = (ACT,)
         self.tool_instruction = ""
         self.takes_messages = False
+        self.roles: Mapping[str, str] = {}
+        """Instruction of each role; empty for a single agent."""
         self._item_tools: list[str] | None = None
         """Names of the tools of the present state, if they depend on it."""
         self.observation = ""
@@ -159,6 +162,7 @@ class LocalSession:
         self._env: TextEnv
         self._keyed_env: HasStateKey | None = None
         self._tools_env: HasItemTools | None = None
+        self._roles_env: HasRoles | None = None
 
     @classmethod
     async def open(cls, name: str, factory: Callable[[], TextEnv], timeout_s: float) -> LocalSession:
@@ -181,11 +185,13 @@ class LocalSession:
             session._worker.stop()
             session._worker = None
         session._keyed_env, session._tools_env = _if_it_has(env, "state_key"), _if_it_has(env, "item_tools")
+        session._roles_env = env if isinstance(env, HasRoles) else None
         session.instruction = env.instruction
         if (tools_env := _if_it_has(env, "tools")) is not None:
             session.toolset = tools_env.tools()
         session.tool_instruction = getattr(env, "tool_instruction", "")
         session.takes_messages = getattr(env, "takes_messages", False)
+        session.roles = env.roles if isinstance(env, HasRoles) else {}
         return session
 
     @property
@@ -269,6 +275,7 @@ class LocalSession:
                 raise EnvError(f"{self.name} was copied once and cannot be copied again: fork() must always work")
             await self._call("close", self._env.close)
             self._env, self._keyed_env = env, _if_it_has(env, "state_key")
+            self._roles_env = env if isinstance(env, HasRoles) else None
             self._started, self._not_playing = True, ""
             self._rewards, self.observation = list(episode.rewards), episode.observation
 
@@ -309,6 +316,8 @@ class LocalSession:
         if self._keyed_env is not None and "state_key" not in step.info:
             # A new dict: the environment may return the same one every time.
             step.info = {**step.info, "state_key": self._key(self._keyed_env)}
+        if self._roles_env is not None and not step.done:
+            step.info = {**step.info, "role": self._text("role", self._roles_env.role())}
         return step
 
     def _key(self, env: HasStateKey) -> str:

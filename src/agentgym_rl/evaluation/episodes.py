@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from agentgym_rl.agent.collect import Collector
 from agentgym_rl.agent.engines.openai import Tokens
-from agentgym_rl.agent.policy import Policy
+from agentgym_rl.agent.policy import Policy, PolicyFactory
+from agentgym_rl.agent.team import Cast, TeamCollector
 from agentgym_rl.common.seeds import stable_seed
 from agentgym_rl.errors import EngineError
 from agentgym_rl.evaluation.folder import Folder
@@ -55,11 +57,12 @@ async def play(
     options: PlayOptions,
     seed: int,
     on_record: Callable[[Record, bool], None],
+    cast: Callable[[PolicyFactory], Cast] | None = None,
 ) -> None:
     """Play the episodes that `folder` does not hold yet. Call `on_record(record, is_last)` after every attempt.
 
     An episode's seed depends only on the item, the sample and the attempt. The result is therefore the same after a
-    kill, or in another order.
+    kill, or in another order. With `cast` the agent plays one of several roles.
     """
     pending = iter([episode for episode in episodes if not folder.finished(episode.key)])
     failures = 0
@@ -75,7 +78,7 @@ async def play(
 
     async def work() -> None:
         for episode in pending:
-            count_failures(await _play_episode(episode, agent, pool, wrap, folder, options, seed, on_record))
+            count_failures(await _play_episode(episode, agent, pool, wrap, folder, options, seed, on_record, cast))
 
     try:
         async with asyncio.TaskGroup() as workers:
@@ -95,6 +98,7 @@ async def _play_episode(
     options: PlayOptions,
     seed: int,
     on_record: Callable[[Record, bool], None],
+    cast: Callable[[PolicyFactory], Cast] | None,
 ) -> Record:
     """Play all attempts at one episode and return the record of the last."""
     earlier_attempts = len(folder.records.get(episode.key, ()))
@@ -118,7 +122,10 @@ async def _play_episode(
             raise EngineError(agent.fatal_error)
 
     # One collector per episode handles opening, timeouts, retries and closing. This module keeps the order of play.
-    collector = Collector(
+    make_collector: Callable[..., Collector] = Collector
+    if cast is not None:
+        make_collector = partial(TeamCollector, cast(make_policy), measured=True)
+    collector = make_collector(
         pool, make_policy, 1, 1, options.retries, options.episode_timeout_s, on_trajectory=write, wrap=wrap
     )
     await collector([episode.task], episode.limits, stable_seed(seed, *episode.key, earlier_attempts))

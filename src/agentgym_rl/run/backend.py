@@ -23,8 +23,9 @@ from agentgym_rl.errors import ConfigError
 from agentgym_rl.run import backend_vllm
 from agentgym_rl.run.collectors import collect_each, engine_policies, make_external
 from agentgym_rl.run.load_model import choose_device, load_from, load_teacher
+from agentgym_rl.run.teams import Team
 from agentgym_rl.training import lora
-from agentgym_rl.training.checkpoint import SHARDS, on_host, random_state, save_checkpoint
+from agentgym_rl.training.checkpoint import SHARDS, export, on_host, random_state, save_checkpoint
 from agentgym_rl.training.critic import ValueModel
 from agentgym_rl.training.dpo import DPO, Preference, make_preferences
 from agentgym_rl.training.learner import freeze
@@ -65,6 +66,8 @@ class Backend(Protocol):
     """Tokens of an episode that an engine can hold."""
     num_parameters: int
     renderer: Renderer
+    team: Team | None
+    """Players of the other roles, in a game of several; else None."""
 
     @property
     def learner(self) -> Learner: ...
@@ -124,7 +127,8 @@ class LocalBackend:
     """Learner, engine and environments in this process.
 
     A native engine shares the learner's parameters. A `vllm` that was started for the same model gets them in memory,
-    or through files in `weights_dir`. Without a `reference_dir` there is no RL learner.
+    or through files in `weights_dir`. Without a `reference_dir` there is no RL learner. Snapshots of the learner, which
+    other roles are played with, are in `league_dir`.
     """
 
     def __init__(
@@ -136,6 +140,7 @@ class LocalBackend:
         reference_dir: Path | None,
         vllm: backend_vllm.Vllm | None = None,
         weights_dir: Path | None = None,
+        league_dir: Path | None = None,
     ) -> None:
         self._config, self._pool, self._model, self._tokenizer = config, pool, model, tokenizer
         self._writer = ThreadPoolExecutor(1)
@@ -164,6 +169,10 @@ class LocalBackend:
             self._engine = vllm
         self._external = make_external(config.agent)
         self.max_context = self._engine.max_context
+        self.team: Team | None = None
+        if config.team is not None:
+            assert league_dir is not None
+            self.team = Team(config, league_dir, partial(export, model, tokenizer))
         self.num_parameters: int = model.num_parameters()
 
     @property
@@ -188,6 +197,10 @@ class LocalBackend:
             oracle_share=oracle_share,
             external=self._external,
         )
+        team: dict[str, Any] = {}
+        if self.team is not None:
+            measured = group_size is not None
+            team = {"cast": self.team.cast(policies, temperature, evaluating=measured), "measured": measured}
         return collect_each(
             config.agent,
             config.environments,
@@ -197,6 +210,7 @@ class LocalBackend:
             prefix,
             on_trajectory=on_trajectory,
             tree=config.rl.tree if group_size is None else None,
+            **team,
         )
 
     def trainer(self, data: list[Any], settings: SFTSettings | PairSettings, seed: int | str) -> Trainer:
@@ -272,6 +286,8 @@ class LocalBackend:
         self._writer.shutdown()
         for part in self._external or ():
             await part.close()
+        if self.team is not None:
+            await self.team.close()
         await self._engine.close()
 
 

@@ -30,6 +30,7 @@ from agentgym_rl.run.environments_pool import EnvironmentsPool
 from agentgym_rl.run.load_model import choose_device, load_from
 from agentgym_rl.run.start import Start, describe_scratch, imitate, make_untrained_model
 from agentgym_rl.run.system import SystemMonitor, over_ranks
+from agentgym_rl.run.teams import Team
 from agentgym_rl.scale.folders import require_same, require_shared
 from agentgym_rl.scale.process_group import ProcessRanks, untied_state, whole_state
 from agentgym_rl.scale.publisher import shares_device_memory
@@ -371,6 +372,8 @@ class LearnerHandle:
 
 class RayBackend:
     """The backend of a run as actors on a Ray cluster."""
+
+    team: Team | None = None
 
     def __init__(self, context: RunContext, app: Any, folder: Path) -> None:
         config = context.config

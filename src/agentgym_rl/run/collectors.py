@@ -19,6 +19,7 @@ from agentgym_rl.agent.proxy.programs import Program
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.stages import Stages
 from agentgym_rl.agent.styles import STYLES, Style
+from agentgym_rl.agent.team import Cast, TeamCollector
 from agentgym_rl.agent.trees import Branching, TreeCollector
 from agentgym_rl.common.cores import num_cores
 from agentgym_rl.config import AgentConfig, EnvironmentConfig
@@ -138,10 +139,18 @@ def make_collector(
     *,
     inner: Wrap = _unwrapped,
     tree: TreeSettings | None = None,
+    cast: Cast | None = None,
     **options: Any,
 ) -> Collector:
-    """Return a collector of groups, or of trees. Collectors that play at the same time share `stages`."""
-    make = Collector if tree is None else partial(TreeCollector, Branching(**asdict(tree)))
+    """Return a collector of groups, of trees, or with a `cast` of games of several roles.
+
+    Collectors that play at the same time share `stages`.
+    """
+    make: Callable[..., Collector] = Collector
+    if tree is not None:
+        make = partial(TreeCollector, Branching(**asdict(tree)))
+    elif cast is not None:
+        make = partial(TeamCollector, cast)
     return make(
         pool,
         make_policy,

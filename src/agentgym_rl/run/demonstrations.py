@@ -14,6 +14,7 @@ from agentgym_rl.run.context import RunContext
 from agentgym_rl.run.heldout import sample_per_subset
 from agentgym_rl.run.log import Kind
 from agentgym_rl.run.mistakes import Solutions, inject_mistakes
+from agentgym_rl.run.teams import demonstrating_cast
 from agentgym_rl.training.conversations import (
     Conversation,
     find_files,
@@ -181,7 +182,9 @@ async def play_demonstrations(
     share = -(-episodes // len(config.environments))
     played: list[Trajectory] = []
     errs = bool(mistakes or wrong_thoughts)
-    with console.progress(f"{policy} play", share * len(config.environments) * (2 if errs else 1)) as advance:
+    roles = 1 if config.team is None else len(config.team.roles)
+    total = share * len(config.environments) * roles * (2 if errs else 1)
+    with console.progress(f"{policy} play", total) as advance:
         collector = partial(
             make_collector,
             config.agent,
@@ -191,6 +194,7 @@ async def play_demonstrations(
             f"{kind}-",
             make_stages(config.agent, config.environments),
             on_trajectory=lambda trajectory: advance(int(trajectory.stop is not StopReason.ERROR)),
+            cast=demonstrating_cast(config.team, policy),
         )
         for env in config.environments:
             limits = limits_of(config.agent, max_turns, env=env)

@@ -89,7 +89,7 @@ async def start_backend(
     else:
         model, tokenizer = load_from(folder, config.model)
     if config.engine.kind == "native":
-        return LocalBackend(config, context.pool, model, tokenizer, reference)
+        return LocalBackend(config, context.pool, model, tokenizer, reference, league_dir=root / "league")
     context.console.stage("vLLM", ", ".join(config.engine.urls) or f"{config.engine.replicas} started here")
     weights_dir, adapters = root / "engine", config.model.lora is not None
     folder = Path(str(config.model.path)) if adapters else weights_dir / "start"
@@ -99,7 +99,7 @@ async def start_backend(
     await backend_vllm.start_vllm(engine, config.engine, model, tokenizer, weights_dir, adapters=adapters)
     shutil.rmtree(weights_dir / "start", ignore_errors=True)
     try:
-        return LocalBackend(config, context.pool, model, tokenizer, reference, engine, weights_dir)
+        return LocalBackend(config, context.pool, model, tokenizer, reference, engine, weights_dir, root / "league")
     except BaseException:
         await engine.close()
         raise

@@ -18,9 +18,10 @@ from agentgym_rl.errors import ConfigError, EngineError
 from agentgym_rl.rewards.scores import own_reward
 from agentgym_rl.run.environments_pool import load_class, read_recipe_items, read_token
 from agentgym_rl.run.memory_demand import require_memory, shape_of, why_not_split
+from agentgym_rl.run.teams import scripted_policy, team_problem
 from agentgym_rl.run.trackers import require_trackers
 from agentgym_rl.training.conversations import find_files, is_trajectory_file
-from agentgym_rl.training.locate_model import find_model, find_reward_model
+from agentgym_rl.training.locate_model import find_model, find_reward_model, folder_of
 from agentgym_rl.training.offline_settings import DataSettings
 from agentgym_rl.training.preferences import find_preferences
 
@@ -34,6 +35,7 @@ def require_recipe(config: Config, *, environments: bool = True) -> None:
     require_packages(config.model, config.engine, config.scale)
     if environments:
         require_environments(config.environments)
+        require_team(config)
     if any(source is not None and source.mistakes for source in (config.warm_start, config.data)):
         require_recovery(config.environments, "mistakes")
     wrong = any(source is not None and source.wrong_thoughts for source in (config.warm_start, config.data))
@@ -111,6 +113,23 @@ def require_environments(environments: tuple[EnvironmentConfig, ...]) -> None:
         for split in (env.split, env.eval_split) if not env.items else ():
             for subset in env.subsets or (None,):
                 catalog.require_names(env_class, split, subset)
+
+
+def require_team(config: Config) -> None:
+    """Raise ConfigError for roles that an environment does not have, and for players that do not exist."""
+    for env in config.environments:
+        problem = "" if env.url else team_problem(config.team, env.name, getattr(load_class(env), "roles", {}))
+        if problem:
+            raise ConfigError(problem)
+    for role in config.team.roles.values() if config.team is not None else ():
+        for policy in (role.policy, role.eval_policy or ""):
+            kind, _, rest = policy.partition(":")
+            if kind == "checkpoint":
+                find_model(str(folder_of(rest, "team.roles: checkpoint")))
+            elif kind == "scripted":
+                scripted_policy(rest)
+            elif kind == "openai":
+                key_headers(config.team.api_key_variable if config.team is not None else None)
 
 
 def require_recovery(environments: tuple[EnvironmentConfig, ...], setting: str) -> None:

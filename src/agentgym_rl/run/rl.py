@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from agentgym_rl.rewards.rewards import Rewards
@@ -13,7 +14,7 @@ from agentgym_rl.run.log import horizon_stages
 from agentgym_rl.run.run import Run
 from agentgym_rl.run.stopping import last_checkpoint, try_checkpoint
 from agentgym_rl.run.teaching import make_taught
-from agentgym_rl.training.checkpoint import checkpoint_path
+from agentgym_rl.training.checkpoint import checkpoint_path, list_checkpoints
 from agentgym_rl.training.doctor import Doctor
 from agentgym_rl.training.horizon import make_horizon
 from agentgym_rl.training.rl import Hooks, RLState, expected_steps, train_rl
@@ -36,6 +37,11 @@ class RLRun(Run):
     @property
     def step(self) -> int:  # type: ignore[override]
         return self.rl.step
+
+    async def begin(self, saved: dict[str, Any] | None) -> None:
+        if self.backend.team is not None and saved is None:
+            self.backend.team.league.restart()
+        await super().begin(saved)
 
     async def train(self) -> None:
         config, total = self.config, self.config.rl.steps
@@ -78,13 +84,17 @@ class RLRun(Run):
         self.resumable = None
 
     def state(self) -> dict[str, Any]:
-        return {"rl": self.resumable or self.rl.state(), "version": self.backend.version}
+        state = {"rl": self.resumable or self.rl.state(), "version": self.backend.version}
+        team = self.backend.team
+        return state if team is None else state | {"ratings": dict(team.league.ratings)}
 
     async def restore(self, saved: dict[str, Any]) -> None:
         self.log.truncate_after(saved["step"])
         await self.backend.restore(checkpoint_path(self.log.checkpoints_dir, saved["step"]), saved)
         self.rl.restore(saved["rl"], saved["step"])
         self.doctor = Doctor(self.log.metrics())
+        if self.backend.team is not None:
+            self.backend.team.league.restore(saved["step"], saved["ratings"])
         await self.backend.publish(saved["version"])
 
     def details(self) -> dict[str, Any]:
@@ -98,6 +108,8 @@ class RLRun(Run):
 
     def _record(self, step: int, groups: list[Group]) -> None:
         self.resumable = None
+        if self.backend.team is not None:
+            self.backend.team.league.observe(groups)
         played = [trajectory for group in groups for trajectory in group.trajectories]
         for trajectory in played:
             self.log.write_trajectory(step, trajectory)
@@ -120,6 +132,8 @@ class RLRun(Run):
 
     def _log_step(self, step: int, metrics: dict[str, float | str]) -> None:
         expected = expected_steps(self.config.rl, step, float(metrics["tokens/total"]))
+        if self.backend.team is not None:
+            metrics = {**metrics, **self.backend.team.league.metrics()}
         self.log.log(step, self.system.metrics() | metrics, steps=expected)
         self.console.step(step, metrics, expected)
         for finding in self.doctor.observe({"step": step, **metrics}):
@@ -128,6 +142,9 @@ class RLRun(Run):
 
     async def _after_step(self, step: int) -> None:
         last = self.rl.is_finished(self.config.rl)
+        team = self.backend.team
+        if team is not None:
+            await team.advance(step)  # before the checkpoint, which needs the snapshots up to its step
         if self.evaluation_is_due():
             await self.evaluate()
         await self.events.now()
@@ -136,6 +153,13 @@ class RLRun(Run):
             await last_checkpoint(self.save_now, step, self.context)
         elif step % self.config.checkpoint.every == 0:
             try_checkpoint(self.save, step, self.context)
+        if team is not None:
+            team.league.prune(_oldest(self.log.checkpoints_dir))
         self._mark_resumable()
         if self.stop.asked:
             self.stop_here()
+
+
+def _oldest(checkpoints: Path) -> int:
+    """Return the step of the oldest checkpoint; 0 if there is none yet."""
+    return min((int(path.name.rpartition("_")[2]) for path in list_checkpoints(checkpoints)), default=0)

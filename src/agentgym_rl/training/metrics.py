@@ -33,9 +33,8 @@ def episode_metrics(groups: list[Group], environments: Collection[str] = ()) -> 
     }
     if not usable:
         return metrics
-    metrics |= (
-        _means(usable) | surprise(usable) | group_metrics(groups) | tree_metrics(usable) | attempt_metrics(groups)
-    )
+    metrics |= _means(usable) | surprise(usable) | group_metrics(groups)
+    metrics |= tree_metrics(usable) | attempt_metrics(groups) | role_metrics(usable)
     played = {t.task.env for t in usable}
     if len({*environments, *played}) > 1:
         for env in sorted(played):
@@ -101,6 +100,17 @@ def tree_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
     """Return the share of turns that branches took over from their parents; empty without trees."""
     shared = sum(t.shared_turns for t in trajectories)
     return {"tree/shared_rate": shared / sum(t.num_turns for t in trajectories)} if shared else {}
+
+
+def role_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
+    """Return reward, success and turns of each role that the learner plays; empty for a single agent."""
+    metrics: dict[str, float] = {}
+    for role in sorted({t.role for t in trajectories if t.role}):
+        of_role = [t for t in trajectories if t.role == role]
+        metrics[f"roles/{role}_reward"] = _mean(t.reward for t in of_role)
+        metrics[f"roles/{role}_success"] = _mean(t.success for t in of_role)
+        metrics[f"roles/{role}_turns"] = _mean(t.num_turns for t in of_role)
+    return metrics
 
 
 def attempts_of(trajectory: Trajectory) -> list[int]:

@@ -138,6 +138,7 @@ async def train_rl(
             groups, rollout_s = state.played, state.played_s
             state.played = []
             hooks.record(step + 1, groups)
+            groups = [group for group in groups if group.learns]
             sampled = state.sampled + _sampled_tokens(groups)
             metrics: dict[str, float | str] = {**episode_metrics(groups, state.horizons)}
             metrics["tokens/total"] = float(sampled)

@@ -150,6 +150,8 @@ class Library:
             "rewards": episode["rewards"],
             "infos": episode["infos"],
             "error": episode.get("error"),
+            "role": str(episode.get("role") or ""),
+            "player": str(episode.get("player") or ""),
             "verdicts": checked_verdicts(episode.get("verdicts")),
             "learned": learned,
             "group": self._members(folder, row),

@@ -119,6 +119,15 @@ def _recorded_picture(episode: dict[str, Any], turn: int) -> Frame | None:
     return picture_of(picture) if isinstance(picture, str) and picture else None
 
 
+def _moves(infos: Any, turn: int, key: str) -> list[str]:
+    """Return the actions of other roles that a turn's info records `before` or `after` it."""
+    info = infos[turn] if isinstance(infos, list) and 0 <= turn < len(infos) else None
+    moves = info.get(key) if isinstance(info, dict) else None
+    return (
+        [str(move[1]) for move in moves if isinstance(move, list) and len(move) == 2] if isinstance(moves, list) else []
+    )
+
+
 class Replays:
     """Replayed episodes. The most recent ones are cached."""
 
@@ -169,7 +178,7 @@ class Replays:
             async with asyncio.timeout(REPLAY_TIMEOUT_S):
                 session = await self._environments.open(str(episode["env"]), *options)
                 try:
-                    reason = await self._follow(session, frames, int(episode["item"]), replies, observations)
+                    reason = await self._follow(session, frames, episode, replies, observations)
                 finally:
                     await session.close()
         except TimeoutError:
@@ -185,15 +194,17 @@ class Replays:
     async def _follow(
         session: EnvSession,
         frames: list[asyncio.Future[Frame]],
-        item: int,
+        episode: dict[str, Any],
         replies: list[Reply],
         observations: list[str],
     ) -> str:
-        step = await session.reset(item)
+        step = await session.reset(int(episode["item"]))
         for turn, recorded in enumerate(observations):
             if turn:
                 reply = replies[turn - 1]
                 step = await (session.step(reply) if isinstance(reply, str) else session.call(reply))
+            for action in _moves(episode.get("infos"), max(0, turn - 1), "after" if turn else "before"):
+                step = await session.step(action)  # of another role
             if step.observation.strip() != recorded.strip():
                 position = f"after turn {turn}" if turn else "at the start"
                 return (

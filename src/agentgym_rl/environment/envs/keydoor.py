@@ -144,7 +144,10 @@ class KeyDoor:
     def oracle(self) -> str:
         """Return the next action of a shortest solution from here."""
         self._require_playing()
-        goal = self._layout.goal
+        return self._towards(self._layout.goal)
+
+    def _towards(self, goal: str) -> str:
+        """Return the next action on the way through the door of a colour."""
         if self._carried == goal or self._open:
             if self._room != HALL:
                 return f"go to {HALL}"

@@ -9,6 +9,7 @@ const MAIN = [
   { title: "Success", metric: "success/mean", unit: "share of episodes", rate: true, heldOut: true, hint: "Share of episodes that ended in success. Circles: held-out evaluations with 95% intervals." },
   { title: "Reward", metric: "reward/mean", unit: "reward per episode", hint: "Sum of an episode's rewards, averaged over episodes." },
   { title: "Turns and horizon", metric: "turns/mean", unit: "turns per episode", horizon: true, hint: "Turns played per episode; dashed: turns allowed." },
+  { title: "Elo rating", metric: "elo/learner", unit: "points", hint: "Rating of the learner against its past snapshots; it starts at 1000." },
   { title: "Entropy", metric: "entropy/mean", unit: "nats per token", hint: "Entropy of the next-token distribution at the sampled tokens, in nats." },
   { title: "KL to the reference", metric: "kl/reference", unit: "nats per token", hint: "KL divergence from the reference model." },
   { title: "Mismatch", metric: "mismatch/abs", unit: "nats per token", hint: "Mean absolute difference between the learner's and the sampler's log-probability of a token. Should be near 0." },

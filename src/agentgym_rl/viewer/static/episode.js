@@ -30,6 +30,7 @@ export function badges(episode) {
     `reward ${number(episode.reward)}`,
     episode.advantage === null || episode.advantage === undefined ? null : `advantage ${signed(episode.advantage)}`,
     `${episode.turns} of ${episode.horizon} turns`,
+    episode.role ? `${episode.role}, played by ${episode.player}` : null,
     STOPS[episode.stop] ?? episode.stop,
     episode.kind === "train" ? `step ${episode.step}` : `${KINDS[episode.kind] ?? episode.kind}${episode.step ? `, step ${episode.step}` : ""}`,
     episode.sampled ? `${number(episode.sampled)} sampled tokens` : null,

@@ -1,0 +1,76 @@
+"""Evaluation in an environment of several roles: the agent plays one of them, an opponent plays the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from agentgym_rl.agent.policy import PolicyFactory
+from agentgym_rl.agent.team import Cast, Player
+from agentgym_rl.commands.load_agent import AgentOptions, find_agent, load_agent
+from agentgym_rl.config import EnvironmentConfig
+from agentgym_rl.environment import catalog
+from agentgym_rl.environment.agentgym import is_agentgym
+from agentgym_rl.environment.pool import RemotePool
+from agentgym_rl.errors import ConfigError
+from agentgym_rl.run.environments_pool import read_token
+from agentgym_rl.types import LEARNER
+
+OPPONENT = "oracle"
+"""Default opponent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Team:
+    """Roles of the evaluation."""
+
+    roles: tuple[str, ...]
+    role: str
+    """Role of the agent."""
+    opponent: str
+    """Agent of all other roles, as --agent names it."""
+
+    def config(self) -> dict[str, str]:
+        """Return what a resumed evaluation must have in common."""
+        return {"role": self.role, "opponent": self.opponent}
+
+
+async def find_team(env: EnvironmentConfig | None, role: str | None, opponent: str | None) -> Team | None:
+    """Return the team that plays an environment; None if it has a single agent, or for a suite."""
+    roles = () if env is None else await roles_in(env)
+    if not roles:
+        if role is not None or opponent is not None:
+            raise ConfigError("--role and --opponent are for one environment with several roles, such as nim")
+        return None
+    if role is not None and role not in roles:
+        raise ConfigError(f"--role {role!r}: the roles are {', '.join(roles)}")
+    return Team(roles, role or roles[0], opponent or OPPONENT)
+
+
+async def roles_in(env: EnvironmentConfig) -> tuple[str, ...]:
+    """Return the roles of an environment, in this process or on a server."""
+    if env.url is None:
+        return tuple(getattr(catalog.load(env.source or env.name, env.kwargs), "roles", ()))
+    if is_agentgym(env.url):
+        return ()
+    pool = RemotePool({env.name: env.url}, read_token(env), 1)
+    try:
+        return tuple((await pool.info(env.name)).get("roles") or ())
+    finally:
+        await pool.close()
+
+
+def load_opponent(team: Team, concurrency: int, max_context: int) -> Any:
+    """Return the agent that plays the other roles."""
+    return load_agent(find_agent(AgentOptions(spec=team.opponent)), concurrency, max_context)
+
+
+def cast_of(team: Team, opponent: Any) -> Callable[[PolicyFactory], Cast]:
+    """Return a function from the agent's policies to the players of the roles."""
+
+    def cast(make_policy: PolicyFactory) -> Cast:
+        players = {role: Player(team.opponent, opponent.policy) for role in team.roles}
+        return lambda seed, index: players | {team.role: Player(LEARNER, make_policy)}
+
+    return cast

@@ -1,0 +1,239 @@
+"""The players of a game of several roles: the learner, its past, frozen models, APIs and scripts."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from agentgym_rl.agent.engines.openai import ChatClient
+from agentgym_rl.agent.policy import ChatPolicy, Policy, PolicyFactory
+from agentgym_rl.agent.renderer import Renderer
+from agentgym_rl.agent.team import Cast, Player
+from agentgym_rl.common.import_paths import import_named
+from agentgym_rl.common.seeds import stable_seed
+from agentgym_rl.config import Config, TeamConfig
+from agentgym_rl.errors import ConfigError
+from agentgym_rl.run.collectors import demonstrators, engine_policies
+from agentgym_rl.run.load_model import load_from, load_frozen
+from agentgym_rl.types import LEARNER, EnvSession, Group, Sampling, StopReason, Trajectory
+
+START_RATING = 1000.0
+"""Rating of the learner at the start of a run, and of every player that is no snapshot."""
+RATING_STEP = 4.0
+"""Points of a game between equals: half of them are won or lost (Elo's K)."""
+
+
+class Frozen:
+    """A model that plays and does not learn, behind an engine of its own."""
+
+    def __init__(self, model: Any, tokenizer: Any, config: Config) -> None:
+        from agentgym_rl.agent.engines.native import NativeEngine
+
+        self._agent = config.agent
+        self._renderer = Renderer(tokenizer, config.model.chat_template, thoughts=config.agent.thoughts)
+        self._engine = NativeEngine(
+            model,
+            decode=self._renderer.decode,
+            max_sessions=config.agent.concurrency,
+            max_context=config.longest_context(),
+        )
+
+    def policies(self, temperature: float) -> PolicyFactory:
+        return engine_policies(self._engine, self._renderer, self._agent, temperature)
+
+    async def close(self) -> None:
+        await self._engine.close()
+
+
+class League:
+    """Snapshots of the learner in a folder, one per `every` steps, and the learner's Elo rating against them.
+
+    A snapshot keeps the rating that the learner had when it was taken.
+    """
+
+    def __init__(self, root: Path, size: int, every: int, export: Callable[[Path], None]) -> None:
+        self._root, self._size, self._every, self._export = root, size, every, export
+        self.ratings = {LEARNER: START_RATING}
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps after which the snapshots were taken, ascending."""
+        return sorted(int(path.name.rpartition("_")[2]) for path in self._root.glob("step_*"))
+
+    def folder(self, step: int) -> Path:
+        return self._root / f"step_{step:06d}"
+
+    def add(self, step: int) -> None:
+        """Take a snapshot if one is due after `step`. Once it is there, it is complete."""
+        if not self._size or step % self._every or self.folder(step).exists():
+            return
+        temporary = self._root / f".step_{step:06d}.tmp"
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        self._export(temporary)
+        temporary.rename(self.folder(step))
+        self.ratings[snapshot_name(step)] = self.ratings[LEARNER]
+
+    def restart(self) -> None:
+        """Start the league of a new run with the model that it starts from."""
+        self.restore(-1, {LEARNER: START_RATING})
+        self.add(0)
+
+    def choose(self, count: int, seed: int) -> int:
+        """Return the step of one of the last `count` snapshots."""
+        return random.Random(seed).choice(self.steps[-count:])
+
+    def restore(self, step: int, ratings: Mapping[str, float]) -> None:
+        """Return to the state after `step`, from which a run is resumed; before the first one, `step` is -1."""
+        for later in (s for s in self.steps if s > step):
+            shutil.rmtree(self.folder(later))
+        self.ratings = dict(ratings)
+
+    def prune(self, oldest_checkpoint: int) -> None:
+        """Delete snapshots that no run needs which is resumed from any of its checkpoints."""
+        for step in [s for s in self.steps if s <= oldest_checkpoint][: -self._size]:
+            shutil.rmtree(self.folder(step))
+            self.ratings.pop(snapshot_name(step), None)
+
+    def observe(self, groups: Iterable[Group]) -> None:
+        """Update the learner's rating with games against other players, in their order."""
+        for learner, others in games_of(groups):
+            for other in others:
+                expected = 1.0 / (1.0 + 10 ** ((self._rating(other.player) - self.ratings[LEARNER]) / 400.0))
+                score = 0.5 * (1 + (learner.reward > other.reward) - (learner.reward < other.reward))
+                self.ratings[LEARNER] += RATING_STEP * (score - expected)
+
+    def _rating(self, player: str) -> float:
+        return self.ratings.get(player, START_RATING)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the learner's rating; nothing if no role is played by the learner's past."""
+        return {"elo/learner": self.ratings[LEARNER]} if self._size else {}
+
+
+def snapshot_name(step: int) -> str:
+    """Return the name of the player that is a snapshot of the learner."""
+    return f"past@{step}"
+
+
+def games_of(groups: Iterable[Group]) -> Sequence[tuple[Trajectory, list[Trajectory]]]:
+    """Return (an episode of the learner, those of other players) of every game that did not fail."""
+    games: dict[tuple[str, str, str], list[Trajectory]] = {}
+    for trajectory in (t for group in groups for t in group.trajectories if t.stop is not StopReason.ERROR):
+        head, _, member, attempt = trajectory.id.rsplit("-", 3)
+        games.setdefault((head, member, attempt), []).append(trajectory)
+    return [
+        (learner, [t for t in game if t.player != LEARNER])
+        for game in games.values()
+        for learner in [t for t in game if t.player == LEARNER][:1]
+    ]
+
+
+class Team:
+    """The players of a run. `export` writes the learner's model to a folder."""
+
+    def __init__(self, config: Config, root: Path, export: Callable[[Path], None]) -> None:
+        assert config.team is not None
+        self._config, self._team = config, config.team
+        self.league = League(root, config.team.league_size, config.team.snapshot_every, export)
+        self._frozen: dict[str, Frozen] = {}
+        self._clients: dict[str, ChatClient] = {}
+
+    def cast(self, learner: PolicyFactory, temperature: float, *, evaluating: bool) -> Cast:
+        """Return who plays which role in each group. `learner` makes the policies of the weights that are trained."""
+        roles = self._team.roles
+
+        def choose(seed: int, index: int) -> Mapping[str, Player]:
+            sources = list(roles.values())
+            shift = (seed + index) % len(sources) if self._team.rotate else 0
+            players: dict[str, Player] = {}
+            for number, (role, settings) in enumerate(roles.items()):
+                source = sources[(number + shift) % len(sources)]
+                policy = (evaluating and source.eval_policy) or source.policy
+                name, make = self._player(policy, learner, temperature, stable_seed(seed, index, number, "league"))
+                players[role] = Player(name, make, settings.max_turns)
+            first = self._team.measure
+            return {first: players[first], **players} if evaluating and first is not None else players
+
+        return choose
+
+    def _player(self, policy: str, learner: PolicyFactory, temperature: float, seed: int) -> tuple[str, PolicyFactory]:
+        kind, _, rest = policy.partition(":")
+        if policy == LEARNER:
+            return LEARNER, learner
+        if kind in ("oracle", "random"):
+            return policy, demonstrators(policy)
+        if kind == "scripted":
+            return policy, scripted_policy(rest)
+        if kind == "openai":
+            return policy, self._chat(rest, temperature)
+        name = snapshot_name(self.league.choose(int(rest), seed)) if kind == "past" else policy
+        return name, self._load(name).policies(temperature)
+
+    def _load(self, name: str) -> Frozen:
+        if name not in self._frozen:
+            from agentgym_rl.training.learner import freeze
+
+            kind, _, rest = name.partition("@" if name.startswith("past@") else ":")
+            settings = self._config.model
+            if kind == "past":
+                model, tokenizer = load_from(self.league.folder(int(rest)), settings)
+            else:
+                model, tokenizer = load_frozen(rest, "team.roles: checkpoint", settings)
+            self._frozen[name] = Frozen(freeze(model), tokenizer, self._config)
+        return self._frozen[name]
+
+    def _chat(self, rest: str, temperature: float) -> PolicyFactory:
+        model, _, url = rest.partition("@")
+        if rest not in self._clients:
+            self._clients[rest] = ChatClient(url, model, api_key_variable=self._team.api_key_variable)
+        sampling = Sampling(self._config.agent.max_new_tokens, temperature)
+
+        def make(session: EnvSession, seed: int) -> Policy:
+            return ChatPolicy(self._clients[rest], replace(sampling, seed=seed), instruction=session.instruction)
+
+        return make
+
+    async def advance(self, step: int) -> None:
+        """Take a snapshot if one is due after `step`. Free the engines of those that are not drawn from any more."""
+        self.league.add(step)
+        needed = {snapshot_name(step) for step in self.league.steps[-max(1, self._team.league_size) :]}
+        for name in [n for n in self._frozen if n.startswith("past@") and n not in needed]:
+            await self._frozen.pop(name).close()
+
+    async def close(self) -> None:
+        for player in self._frozen.values():
+            await player.close()
+        for client in self._clients.values():
+            await client.close()
+
+
+def scripted_policy(path: str) -> PolicyFactory:
+    """Return the factory that `my_module:MyPolicy` names: called with (session, seed), it returns a policy."""
+    make = import_named(path, f"team.roles: scripted:{path}", "a policy of your own", "my_module:MyPolicy")
+    if not callable(make):
+        raise ConfigError(f"team.roles: scripted:{path} must be callable with (session, seed), got {make!r:.60}")
+    factory: PolicyFactory = make
+    return factory
+
+
+def demonstrating_cast(team: TeamConfig | None, policy: str) -> Cast | None:
+    """Return a cast in which one demonstrator, `oracle` or `random`, plays every role; None for a single agent."""
+    if team is None:
+        return None
+    players = {role: Player(policy, demonstrators(policy), s.max_turns) for role, s in team.roles.items()}
+    return lambda seed, index: players
+
+
+def team_problem(team: TeamConfig | None, env: str, roles: Mapping[str, str]) -> str:
+    """Return why an environment cannot be played by the recipe's team, or an empty string."""
+    if team is None:
+        example = "\n".join(f"[team.roles.{role}]" for role in roles)
+        return f"{env} has several roles, say who plays each:\n{example}" if roles else ""
+    if set(roles) != set(team.roles):
+        return f"[team.roles] has {', '.join(team.roles)}, {env} has the roles {', '.join(roles) or 'none'}"
+    return ""

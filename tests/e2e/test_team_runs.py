@@ -1,0 +1,167 @@
+"""Runs with several agents: a league of past selves, a team that talks, resuming, and what is refused."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs_for_tests import (
+    comparable_metrics,
+    comparable_trajectories,
+    final_weights,
+    finish,
+    quiet,
+    train_process,
+)
+
+from agentgym_rl import cli
+from agentgym_rl.agent.policy import Policy, ScriptedPolicy
+from agentgym_rl.commands.evaluate import evaluate, request_of
+from agentgym_rl.commands.train import train
+from agentgym_rl.config import Config, load_config
+from agentgym_rl.errors import ConfigError
+from agentgym_rl.run.log import read_metrics, read_trajectories
+from agentgym_rl.types import EnvSession
+
+ROOT = Path(__file__).parents[2]
+SHORT = ["threads=1", "rl.steps=4", "eval.episodes=2", "warm_start.sft.epochs=1", "checkpoint.every=2"]
+
+
+def config_of(name: str, *overrides: str) -> Config:
+    return load_config(ROOT / "recipes" / name, [*SHORT, *overrides])
+
+
+def assert_equal(run: Path, expected: Path) -> None:
+    assert comparable_metrics(run) == comparable_metrics(expected)
+    assert comparable_trajectories(run) == comparable_trajectories(expected)
+    weights = final_weights(run)
+    assert all(torch.equal(weights[name], value) for name, value in final_weights(expected).items())
+
+
+def players_of(run: Path, step: int) -> set[tuple[str, str]]:
+    episodes = read_trajectories(run / "trajectories" / f"step_{step:06d}.jsonl")
+    return {(t.role, t.player) for t in episodes}
+
+
+async def test_a_run_against_its_past_that_is_resumed_equals_one_in_one_go(tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    await train(config_of("nim/tiny.toml"), whole, console=quiet())
+    await train(config_of("nim/tiny.toml", "rl.steps=2"), parts, console=quiet())
+    await train(config_of("nim/tiny.toml"), parts, console=quiet(), resume=True)
+    (parts / "trajectories" / "eval_000002.jsonl").unlink()  # the end of the first part
+    assert_equal(parts, whole)
+    metrics = read_metrics(whole / "metrics.jsonl")
+    assert all(row["mismatch/abs"] < 1e-4 for row in metrics), "each role is trained on exactly what it saw"
+    assert len({row["elo/learner"] for row in metrics}) == 4, "every step has games against the past"
+    assert {player for _, player in players_of(whole, 1)} == {"learner", "past@0"}
+    later = {player for step in (2, 3, 4) for _, player in players_of(whole, step)}
+    assert later <= {"learner", "past@0", "past@1", "past@2", "past@3"}
+    assert len(later) > 2
+    assert {role for role, player in players_of(whole, 4) if player == "learner"} == {"first", "second"}, "they rotate"
+    learned = (whole / "trajectories" / "learned_000004.jsonl").read_text()
+    for trajectory in read_trajectories(whole / "trajectories" / "step_000004.jsonl"):
+        if trajectory.player != "learner":
+            assert f'"{trajectory.id}"' not in learned
+
+
+@pytest.mark.long
+def test_a_run_against_its_past_that_is_killed_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+    roles = "team.roles={first={policy='learner'}, second={policy='past:2', eval_policy='random'}}"
+    nim = ["environments=[{name='nim', subsets=['one']}]", roles, "team.rotate=true", "team.snapshot_every=1"]
+    finish(tmp_path / "whole", *nim)
+    killed = tmp_path / "killed"
+    train_process(killed, *nim).kill_when(lambda: (killed / "league" / "step_000005").exists())
+    finish(killed, *nim, "--resume")
+    assert_equal(killed, tmp_path / "whole")
+
+
+@pytest.mark.long
+async def test_snapshots_that_no_checkpoint_needs_are_deleted(tmp_path: Path) -> None:
+    overrides = ["rl.steps=6", "checkpoint.keep=1", "rl.group_size=2"]
+    await train(config_of("nim/tiny.toml", *overrides), tmp_path / "run", console=quiet())
+    kept = sorted(path.name for path in (tmp_path / "run" / "league").iterdir())
+    assert kept == ["step_000005", "step_000006"]
+
+
+class Silent:
+    """A guide that says nothing."""
+
+    def __new__(cls, session: EnvSession, seed: int) -> Policy:  # type: ignore[misc]
+        return ScriptedPolicy([""] * 50, session.instruction)
+
+
+@pytest.mark.long
+async def test_a_scripted_player_and_a_checkpoint_play_roles(tmp_path: Path) -> None:
+    guide = f"team.roles.guide.policy=scripted:{__name__}:Silent"
+    await train(config_of("keydoor_duo/tiny.toml", "rl.steps=1", guide), tmp_path / "first", console=quiet())
+    assert players_of(tmp_path / "first", 1) == {("guide", f"scripted:{__name__}:Silent"), ("walker", "learner")}
+    assert "elo/learner" not in read_metrics(tmp_path / "first" / "metrics.jsonl")[0]
+    model = f"checkpoint:{tmp_path / 'first'}"
+    config = config_of("keydoor_duo/tiny.toml", "rl.steps=1", f"team.roles.guide.policy={model}")
+    await train(config, tmp_path / "second", console=quiet())
+    assert players_of(tmp_path / "second", 1) == {("guide", model), ("walker", "learner")}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["team.roles.first.policy=oracle"], "at least one role must have policy = 'learner'"),
+        (["team.roles.second.policy=past"], "must be learner, oracle, random, past:N"),
+        (["team.measure=third"], "name one of first, second"),
+        (["rl.max_staleness=1"], "remove rl.max_staleness"),
+        (["rl.tree={}"], r"remove \[rl.tree\]"),
+        (["agent.style=tool"], "remove agent.style = 'tool'"),
+        (["scale={}"], r"remove \[scale\]: games of several roles are played in one process"),
+    ],
+)
+def test_what_a_team_cannot_be_combined_with_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(ROOT / "recipes" / "nim" / "tiny.toml", overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["environments.0.name=keydoor"], r"\[team.roles\] has first, second, keydoor has the roles none"),
+        (["team.roles.second.policy=checkpoint:nowhere/at/all"], "nowhere/at/all"),
+        (["team.roles.second.policy=scripted:no_such_module:Player"], "there is no module 'no_such_module'"),
+    ],
+)
+async def test_roles_and_players_are_checked_before_the_run(overrides: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        await train(config_of("nim/tiny.toml", *overrides), tmp_path / "run", console=quiet())
+    assert not (tmp_path / "run" / "trajectories").exists()
+
+
+async def test_an_environment_with_roles_needs_a_team(tmp_path: Path) -> None:
+    raw: dict[str, Any] = config_of("nim/tiny.toml").model_dump(exclude={"team"})
+    with pytest.raises(ConfigError, match="nim has several roles, say who plays each"):
+        await train(Config.model_validate(raw), tmp_path / "run", console=quiet())
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+async def test_an_agent_learns_nim_from_games_against_its_past(tmp_path: Path) -> None:
+    overrides = ["threads=1", "eval.every=0", "eval.episodes=2", "checkpoint.every=100"]
+    config = load_config(ROOT / "recipes" / "nim" / "league.toml", overrides)
+    await train(config, tmp_path / "run", console=quiet())
+    success = {}
+    for step in (0, config.rl.steps):
+        options: dict[str, Any] = {"env": "nim", "subset": ["one"], "split": "train", "samples": 30, "turns": "8"}
+        given = {"role": "first", "opponent": "random", "out": tmp_path / f"eval-{step}"} | options
+        defaults = {n: p.default for n, p in inspect.signature(cli.evaluate).parameters.items()}
+        request = request_of(defaults | given | {"agent": f"{tmp_path / 'run'}@{step}"})
+        success[step] = (await evaluate(request, quiet()))["results"][-1]["tasks"]["nim/one"]["success"]["value"]
+    assert success[config.rl.steps] > success[0] + 0.15
+    assert read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["elo/learner"] > 1050
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+async def test_two_agents_learn_to_talk(tmp_path: Path) -> None:
+    config = load_config(ROOT / "recipes" / "keydoor_duo" / "cpu.toml", ["threads=1"])
+    summary = await train(config, tmp_path / "run", console=quiet())
+    assert summary["after"]["success"] > summary["before"]["success"] + 0.3
