@@ -217,6 +217,9 @@ class WarmStartConfig(Section):
     """Share of the oracle's turns with an injected mistake. The loss skips the mistake and keeps the recovery."""
     wrong_thoughts: float = Field(0.0, ge=0, lt=1)
     """Share of the oracle's turns whose thought errs first. The loss skips that and keeps the correction."""
+    through_program: bool = False
+    """Play through `agent.program`, which calls the model as always and is answered with the policy's actions. So the
+    model imitates in the program's own prompts."""
     sft: SFTSettings = SFTSettings()
 
     @model_validator(mode="after")
