@@ -25,7 +25,7 @@ class ModelConfig(Section):
     """Small model with random weights and a word tokenizer of its own. It needs a warm start."""
     chat_template: str | None = None
     """Built-in template by name, or path of a Jinja file (from the recipe's folder or the current one), instead of the
-    tokenizer's own."""
+    tokenizer's own. `tool_use` is the tokenizer's template of that name."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda`, or one of several devices such as `cuda:1`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
