@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from openai import DefaultHttpxClient
 from smolagents import ActionStep, LogLevel, OpenAIModel, PromptTemplates, Tool, ToolCallingAgent
 from smolagents.agents import EMPTY_PROMPT_TEMPLATES
 
@@ -16,13 +17,17 @@ from agentgym_rl.agent.proxy.client import Episode
 
 PROMPTS = PromptTemplates({**EMPTY_PROMPT_TEMPLATES, "system_prompt": "Call a tool."})
 """Short prompts for a small model. Without them the system message has some 2,000 words."""
+HTTP = DefaultHttpxClient()
+"""Made before episodes fork, as is the import of `openai`: both take longer than an episode."""
 MAX_STEPS = 12
 """Steps of the agent. One without a valid call plays nothing."""
 
 
 def play(episode: Episode) -> float | None:
     """Let the agent call tools until the environment ends the episode. An agent that gives up gets 0."""
-    model = OpenAIModel(episode.model, api_base=episode.base_url, api_key=episode.api_key)
+    model = OpenAIModel(
+        episode.model, api_base=episode.base_url, api_key=episode.api_key, client_kwargs={"http_client": HTTP}
+    )
     tools = [EnvironmentTool(episode, tool["function"]) for tool in episode.tools]
     agent = ToolCallingAgent(tools, model, PROMPTS, verbosity_level=LogLevel.OFF)
     for _ in range(MAX_STEPS):

@@ -89,7 +89,7 @@ def test_agents_of_other_libraries_train_token_exactly(
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("program", "recipe"),
-    [("openai_agent", "keydoor"), ("pydantic_agent", "keydoor_tools")],
+    [("openai_agent", "keydoor"), ("pydantic_agent", "keydoor_tools"), ("smolagents_agent", "keydoor_tools")],
 )
 def test_a_model_learns_through_a_program(program: str, recipe: str, tmp_path: Path) -> None:
     arguments = ["train", str(EXAMPLES / f"{recipe}.toml"), f"run_dir={tmp_path / 'run'}", "threads=1"]

@@ -21,7 +21,7 @@ from tokenizers_for_tests import byte_level_bpe
 from agentgym_rl.agent.collect import Collector
 from agentgym_rl.agent.proxy.app import Proxy
 from agentgym_rl.agent.proxy.client import Episode
-from agentgym_rl.agent.proxy.external import ExternalPolicy, ExternalSession
+from agentgym_rl.agent.proxy.external import ExternalPolicy, ExternalSession, sampled_model
 from agentgym_rl.agent.proxy.programs import Program
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.config import AgentConfig, Config
@@ -81,7 +81,8 @@ class Player:
         pool = LocalPool({"counting": Counting}, action_format=action_format)
 
         def make(session: Any, seed: int) -> ExternalPolicy:
-            return ExternalPolicy(self.proxy, program, self.engine, renderer_of(), Sampling(40), session)
+            model = sampled_model(self.engine, renderer_of(), Sampling(40))
+            return ExternalPolicy(self.proxy, program, model, session)
 
         collector = Collector(pool, make, episodes, 4, retries, timeout_s, wrap=ExternalSession)
         [group] = await collector([Task("counting", ITEM)], limits, 0)

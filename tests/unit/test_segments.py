@@ -29,6 +29,7 @@ from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.rollout import rollout
 from agentgym_rl.agent.segments import Call, match_segment, segment_tokens, stitch
 from agentgym_rl.agent.styles import STYLES
+from agentgym_rl.agent.templates import LLAMA3
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.environment.tools import Tool
 from agentgym_rl.training.batch import to_samples
@@ -37,7 +38,7 @@ from agentgym_rl.training.model import action_logprobs
 from agentgym_rl.training.scratch import build_model
 from agentgym_rl.training.settings import OptimizerSettings, ScratchSettings, SFTSettings
 from agentgym_rl.training.sft import SFT
-from agentgym_rl.types import Completion, Limits, Message, Sampling, StopReason, Task, Trajectory
+from agentgym_rl.types import Completion, Limits, Message, Sampling, StopReason, Task, ToolCall, Trajectory
 
 TASK = Task("counting", 3)
 torch.set_num_threads(1)
@@ -346,6 +347,30 @@ async def test_the_context_of_tool_turns_is_cut_exactly(kind: Any) -> None:
     last = renderer.tokenizer.decode(recorder.calls[-1][0])
     assert (LEFT_OUT if kind == "window" else SUMMARISED) in last
     assert '"name": "count"' in last  # the tools remain
+
+
+ONE_CALL = LLAMA3.replace(
+    "{%- for call in message['tool_calls'] or [] -%}",
+    "{%- if message['tool_calls'] and message['tool_calls'] | length > 1 -%}"
+    "{{- raise_exception('This model only supports single tool-calls at once!') -}}{%- endif -%}"
+    "{%- for call in message['tool_calls'] or [] -%}",
+)
+"""Refuses a reply with several calls, as the template of Llama 3.1 does. Its models write several all the same."""
+
+
+@pytest.mark.parametrize("kind", ["window", "summary"])
+async def test_several_calls_of_llama_3_are_kept_in_a_cut_context(kind: Any) -> None:
+    assert ONE_CALL != LLAMA3
+    renderer = Renderer(byte_level_bpe("llama3"), ONE_CALL)
+    calls = [ToolCall("count", {"way": way}, f"call{i:05d}") for i, way in enumerate(("up", "down"))]
+    reply = '{"name": "count", "parameters": {"way": "up"}}; {"name": "count", "parameters": {"way": "down"}}'
+    assert renderer.reply_ids("", calls) == [*renderer.encode(reply), renderer.end_of_turn]
+    limits = Limits(max_turns=12, max_new_tokens=120, max_context=1900)
+    trajectory, recorder = await scripted_tools(renderer, reply, limits, Context(kind, 2, 90))
+    assert trajectory.num_segments > 1
+    last = renderer.tokenizer.decode(recorder.calls[-1][0])
+    assert (LEFT_OUT if kind == "window" else SUMMARISED) in last
+    assert last.count(f"{reply}<|eot_id|>") >= 2
 
 
 async def test_a_thinking_template_keeps_thoughts_between_tool_results() -> None:

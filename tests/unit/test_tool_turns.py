@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 from functools import cache
@@ -253,6 +254,72 @@ async def test_a_template_that_changes_history_starts_segments(style: str, templ
     assert sorted(sampled) == sorted(t for i in replies for t in trajectory.messages[i].token_ids)
 
 
+TOOL_USE = """\
+{{- '<|im_start|>system\\nHere are functions that you may call: <tools>' -}}
+{%- for tool in tools -%}{{- ' ' + tool | tojson -}}{%- endfor -%}
+{{- ' </tools><|im_end|>\\n' -}}
+{%- for message in messages -%}
+{%- if message.role == 'tool' -%}
+{%- if loop.previtem.role != 'tool' -%}{{- '<|im_start|>tool\\n' -}}{%- endif -%}
+{{- '<tool_response>\\n' + message.content + '\\n</tool_response>' -}}
+{%- if not loop.last -%}{{- '\\n' -}}{%- endif -%}
+{%- if loop.last or loop.nextitem.role != 'tool' -%}{{- '<|im_end|>' -}}{%- endif -%}
+{%- elif message.tool_calls is defined -%}
+{{- '<|im_start|>assistant' -}}
+{%- for call in message.tool_calls -%}
+{{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' -}}
+{{- call.function.arguments | tojson + '}\\n</tool_call>' -}}
+{%- endfor -%}
+{{- '<|im_end|>\\n' -}}
+{%- else -%}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+"""Needs tools, and writes a line break after every result except the last, as `tool_use` of Hermes does."""
+
+
+async def test_the_template_for_tools_of_hermes_starts_a_segment_with_every_turn() -> None:
+    tokenizer = copy.deepcopy(byte_level_bpe("chatml"))
+    tokenizer.chat_template = {"default": IGNORES_TOOLS, "tool_use": TOOL_USE}
+    with pytest.raises(ConfigError, match=r"set model.chat_template = 'tool_use', which the tokenizer has"):
+        Renderer(tokenizer).require_tools()
+    with pytest.raises(ConfigError, match="the tokenizer has no chat template 'tool_use'"):
+        Renderer(byte_level_bpe("chatml"), "tool_use")
+    renderer = Renderer(tokenizer, "tool_use")
+    replies = [call_ids(renderer, *ways) for ways in (("up", "down"), ("up",), ("down",), ("up",), ("up",))]
+    trajectory, engine = await play(replies, renderer, item=0)
+    assert trajectory.success
+    assert trajectory.num_segments == 4
+    at = [i for i, m in enumerate(trajectory.messages) if m.role == "assistant"]
+    prompts = [renderer.prompt(trajectory.messages[:i], trajectory.tools) for i in at]
+    assert engine.prompts == prompts, "as the template is shipped"
+    sequences = [segment.token_ids for segment in trajectory.segments]
+    assert all(any(ids[: len(p + r)] == p + r for ids in sequences) for p, r in zip(prompts, replies, strict=True))
+    sampled = [t for s in trajectory.segments for t, kept in zip(s.token_ids, s.loss_mask, strict=True) if kept]
+    assert len(sampled) == sum(map(len, replies))
+
+
+NEMO = MISTRAL.replace("if first and loop.index0 == 1 -%}", "if first and loop.last -%}")
+"""Writes the system message into the last message if it is an observation, otherwise nowhere, as Mistral Nemo does."""
+
+
+async def test_nemo_gets_the_instruction_with_the_first_observation() -> None:
+    """Its template would drop the instruction from every prompt that ends with a tool's result."""
+    assert NEMO != MISTRAL
+    renderer = Renderer(byte_level_bpe("mistral"), NEMO)
+    assert renderer.folds_system
+    replies = [call_ids(renderer, way, first=i) for i, way in enumerate(("up", "down", "up", "up"))]
+    trajectory, engine = await play(replies, renderer, item=0)
+    assert (trajectory.success, trajectory.num_segments) == (True, 1)
+    for prompt in engine.prompts:
+        assert renderer.tokenizer.decode(prompt).count("[INST]Count to the goal.") == 1
+    assert engine.prompts[0] == Renderer(byte_level_bpe("mistral"), MISTRAL).prompt(
+        trajectory.messages[:2], trajectory.tools
+    ), "the first prompt is the shipped one"
+
+
 @pytest.mark.parametrize(
     ("template", "complaint"),
     [
@@ -268,6 +335,14 @@ def test_templates_are_probed_over_tool_turns(template: str, complaint: str) -> 
     renderer = Renderer(byte_level_bpe("chatml"), template)  # fine for an agent without tools
     with pytest.raises(ConfigError, match=complaint):
         renderer.require_tools()
+
+
+def test_a_template_that_cannot_write_several_calls_is_named() -> None:
+    refuses = "{%- if message['tool_calls'] | length > 1 -%}{{- raise_exception('one call') -}}{%- endif -%}"
+    calls = "{%- for call in message['tool_calls'] or [] -%}"
+    renderer = Renderer(byte_level_bpe("chatml"), CHATML.replace(calls, refuses + calls))
+    with pytest.raises(ConfigError, match=r"refuses a reply of 2 tool calls: set model.chat_template"):
+        call_ids(renderer, "up", "down")
 
 
 async def test_a_template_without_tools_ends_the_run_with_advice() -> None:

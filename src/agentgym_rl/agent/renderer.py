@@ -21,8 +21,9 @@ from typing import Any, Literal
 
 from jinja2.exceptions import TemplateError
 
+from agentgym_rl.agent.probes import TEXT_PROBE, TOOL, TOOL_PROBE, RewrittenHistory, probe_conversations, require_prefix
 from agentgym_rl.agent.segments import match_segment
-from agentgym_rl.agent.templates import TEMPLATES, resolve_template
+from agentgym_rl.agent.templates import TOOL_USE, resolve_template, template_advice
 from agentgym_rl.agent.tool_parsers import PARSERS, Parsed
 from agentgym_rl.common.chat_messages import to_openai
 from agentgym_rl.common.thoughts import CLOSE, OPEN, without_thought
@@ -35,41 +36,6 @@ Tools = Sequence[dict[str, Any]]
 # Placeholder for a reply. The template's text after it is what follows every reply.
 _REPLY_MARKER = "marked0reply"
 _START = [Message("user", "x")]
-
-_PROBES: tuple[tuple[str, ...], ...] = (
-    ("Go north.", "north", "A wall.", "south", "A door.", "open it"),
-    (
-        "Go north.",
-        "<think>\nNorth is up.\n</think>\n\nnorth",
-        "A wall.",
-        "<think>\nBack.\n</think>\n\nsouth",
-        "A door.",
-    ),
-    ("One line.\nAnother line.", "Thought: go on\nAction: north", "Done, it says: 'yes'.", "stop", "Stopped."),
-)
-"""Observation, reply, observation, ...: conversations in which known templates rewrite history."""
-
-
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "walk",
-        "description": "Walk.",
-        "parameters": {"type": "object", "properties": {"way": {"type": "string"}}, "required": ["way"]},
-    },
-}
-_TOOL_PROBE = (
-    Message("user", "Find the door."),
-    Message("assistant", "", tool_calls=[ToolCall("walk", {"way": "north"}, "call00000")]),
-    Message("tool", "A wall.\nDamp.", tool_call_id="call00000"),
-    Message("assistant", "Back again.", tool_calls=[ToolCall("walk", {"way": "south"}, "call00001")]),
-    Message("tool", "A door.", tool_call_id="call00001"),
-    Message("assistant", "", tool_calls=[ToolCall("walk", {"way": "through the door"}, "call00002")]),
-)
-"""A conversation with calls and results. Some templates drop the text before a call: those are probed without it."""
-
-_TEXT_PROBE = (Message("assistant", "I am done."), Message("user", "Call a tool."), Message("assistant", "I will."))
-"""Messages after a reply without a call, which is answered by the user. Some templates then move the list of tools."""
 
 _END_OF_MESSAGE = "<|eom_id|>"
 """Token with which Llama 3 may end a tool call instead of its end of turn."""
@@ -108,12 +74,14 @@ class Renderer:
         self._tool_results_ids = lru_cache(_CACHE_SIZE)(self._encode_tool_results)
         self.tool_format = ""
         """Format of the template's tool calls, a name of PARSERS; known after `require_tools`."""
-        try:
-            self._template = tokenizer.get_chat_template(resolve_template(chat_template))
-        except ValueError:
-            raise ConfigError(f"a chat template is needed and the tokenizer has none: {_advice()}") from None
+        self._template = self._find_template(chat_template)
         special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
         self._control = re.compile("|".join(re.escape(t) for t in sorted(special, key=len, reverse=True)) or "(?!)")
+        self._no_tools: list[Any] | None = None
+        try:
+            self._apply_template(_START, True, ())
+        except ConfigError:
+            self._no_tools = []  # a template for tools, such as `tool_use` of Hermes, needs a list
         self.folds_system = not self._accepts_system()
         self.end_of_turn, self._end_text = self._find_end_of_turn()
         before = self._render(_START, generation_prompt=True)
@@ -126,13 +94,13 @@ class Renderer:
         self.linear = thoughts != "drop"
         """Whether every prompt extends the tokens before it, so that an episode is one segment until it is cut."""
         try:
-            for messages in _probe_conversations():
-                self._require_prefix_stable(messages)
+            self._require_stable_history()
         except ConfigError:
-            if not self._drops_only_thoughts():
+            if self._drops_only_thoughts():
+                self._rewrites = True
+                self.linear = thoughts == "keep"
+            elif not self._is_stable_when_folded():
                 raise
-            self._rewrites = True
-            self.linear = thoughts == "keep"
 
     def prompt(self, messages: list[Message], tools: Tools = ()) -> list[int]:
         """Return the ids of a conversation before a reply, with the generation prompt."""
@@ -332,6 +300,14 @@ class Renderer:
         if self.folds_system and messages[0].role == "system":
             first = Message("user", f"{messages[0].content}\n\n{messages[1].content}")
             messages = [first, *messages[2:]]
+        try:
+            return self._apply_template(messages, generation_prompt, tools)
+        except TemplateError:
+            if not any(len(m.tool_calls or ()) > 1 for m in messages):
+                raise
+            return self._apply_template([self._with_calls_as_text(m) for m in messages], generation_prompt, tools)
+
+    def _apply_template(self, messages: Sequence[Message], generation_prompt: bool, tools: Tools) -> str:
         conversation = [self._split_control_tokens(to_openai(m, arguments_as_text=False)) for m in messages]
         try:
             rendered = self.tokenizer.apply_chat_template(
@@ -339,12 +315,26 @@ class Renderer:
                 chat_template=self._template,
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
-                tools=list(tools) or None,
+                tools=list(tools) or self._no_tools,
                 **self._template_kwargs,
             )
         except TypeError as error:  # a template that needs tools, or a content that is not text
-            raise ConfigError(f"the chat template cannot be rendered ({error}): {_advice()}") from error
+            raise ConfigError(f"the chat template cannot be rendered ({error}): {template_advice()}") from error
         return str(rendered)
+
+    def _with_calls_as_text(self, message: Message) -> Message:
+        """Return a reply of several calls as its text. Llama 3's template refuses such a reply, its parser reads it."""
+        calls = [call for call in message.tool_calls or () if not call.error]
+        if len(calls) < 2:
+            return message
+        start = len(self._before_reply[0])
+        replies = [[*_START, Message("assistant", "", tool_calls=[call])] for call in calls]
+        texts = [self._apply_template(reply, False, ()) for reply in replies]
+        written = "; ".join(text[start : text.rindex(self._end_text)] for text in texts)
+        if _without_ids(PARSERS["llama3"](written)) != ("", [replace(call, id="") for call in calls]):
+            raise ConfigError(f"the chat template refuses a reply of {len(calls)} tool calls: {template_advice()}")
+        malformed = [call for call in message.tool_calls or () if call.error]
+        return replace(message, content=written, tool_calls=malformed)
 
     def _split_control_tokens(self, value: Any) -> Any:
         """Split control tokens such as `<|im_end|>` in every text, so that an observation cannot end the turn."""
@@ -396,6 +386,16 @@ class Renderer:
             length += 1
         return length
 
+    def _find_template(self, chat_template: str | None) -> str:
+        template = resolve_template(chat_template)
+        named = self.tokenizer.chat_template
+        if template == TOOL_USE and not (isinstance(named, dict) and TOOL_USE in named):
+            raise ConfigError(f"the tokenizer has no chat template {TOOL_USE!r}: {template_advice()}")
+        try:
+            return str(self.tokenizer.get_chat_template(template))
+        except ValueError:
+            raise ConfigError(f"a chat template is needed and the tokenizer has none: {template_advice()}") from None
+
     def _accepts_system(self) -> bool:
         self.folds_system = False
         try:
@@ -403,20 +403,20 @@ class Renderer:
         except TemplateError:
             return False
         if _REPLY_MARKER not in text:
-            raise ConfigError(f"the chat template drops the system message with the instruction: {_advice()}")
+            raise ConfigError(f"the chat template drops the system message with the instruction: {template_advice()}")
         return True
 
     def _find_end_of_turn(self) -> tuple[int, str]:
         text = self._render([*_START, Message("assistant", _REPLY_MARKER)], generation_prompt=False)
         if _REPLY_MARKER not in text:
-            raise ConfigError(f"the chat template drops assistant messages: {_advice()}")
+            raise ConfigError(f"the chat template drops assistant messages: {template_advice()}")
         rest = text[text.index(_REPLY_MARKER) + len(_REPLY_MARKER) :]
         ids = self.encode(rest)
         token = str(self.tokenizer.added_tokens_decoder.get(ids[0], "")) if ids else ""
         if not token or not rest.startswith(token):
             raise ConfigError(
                 f"a reply must end with a special token, but after a reply the chat template writes {rest!r}: "
-                f"add its beginning to the tokenizer as a special token, or {_advice()}"
+                f"add its beginning to the tokenizer as a special token, or {template_advice()}"
             )
         return ids[0], token
 
@@ -430,7 +430,7 @@ class Renderer:
         self._opener = prompt[len(start + header) :]
         if self._opener and not self._opener.lstrip().startswith(OPEN):
             return False
-        for messages in _probe_conversations():
+        for messages in probe_conversations():
             plain = [replace(m, content=without_thought(m.content)) for m in messages]
             for i, message in enumerate(plain[:-1]):
                 if message.role != "assistant":
@@ -443,62 +443,84 @@ class Renderer:
 
     def _find_tool_format(self) -> str:
         """Return the format in which the template writes calls, after probing a conversation with tools."""
-        opening = self._render(_TOOL_PROBE[:1], generation_prompt=True, tools=[_TOOL])
-        if _TOOL["function"]["name"] not in opening:  # type: ignore[index]
-            raise ConfigError(
-                f"style 'tool' needs a chat template that shows tools, this one ignores them: {_advice()}"
-            )
+        opening = self._render(TOOL_PROBE[:1], generation_prompt=True, tools=[TOOL])
+        if TOOL["function"]["name"] not in opening:  # type: ignore[index]
+            named = self.tokenizer.chat_template
+            other = isinstance(named, dict) and named.get(TOOL_USE, self._template) != self._template
+            advice = f"set model.chat_template = {TOOL_USE!r}, which the tokenizer has" if other else template_advice()
+            raise ConfigError(f"style 'tool' needs a chat template that shows tools, this one ignores them: {advice}")
         try:
-            after = self._render(_TOOL_PROBE[:2], generation_prompt=False, tools=[_TOOL])
+            after = self._render(TOOL_PROBE[:2], generation_prompt=False, tools=[TOOL])
         except TemplateError as error:
-            raise ConfigError(f"the chat template cannot write a tool call ({error}): {_advice()}") from error
+            raise ConfigError(f"the chat template cannot write a tool call ({error}): {template_advice()}") from error
         if not after.startswith(opening):  # the prompt opens a thought, which this reply does not have
             opening = opening.removesuffix(self._opener)
         reply = after[len(opening) : after.rindex(self._end_text)] if self._end_text in after else ""
         reply = without_thought(reply)
-        expected = [replace(call, id="") for call in _TOOL_PROBE[1].tool_calls or ()]
+        expected = [replace(call, id="") for call in TOOL_PROBE[1].tool_calls or ()]
         formats = [name for name, parse in PARSERS.items() if _without_ids(parse(reply)) == ("", expected)]
         if not formats:
             raise ConfigError(
                 f"the chat template writes a tool call as {reply!r}, which no known format reads "
-                f"({', '.join(PARSERS)}): {_advice()}"
+                f"({', '.join(PARSERS)}): {template_advice()}"
             )
-        probe = list(_TOOL_PROBE)
-        if probe[3].content not in self._render(probe[:4], generation_prompt=False, tools=[_TOOL]):
+        probe = list(TOOL_PROBE)
+        if probe[3].content not in self._render(probe[:4], generation_prompt=False, tools=[TOOL]):
             probe[3] = replace(probe[3], content="")
         if not self._rewrites:  # otherwise every prompt is rendered whole, or thoughts are kept on purpose
-            self._require_prefix_stable(probe, [_TOOL])
             try:
-                self._require_prefix_stable([*probe[:5], *_TEXT_PROBE], [_TOOL])
+                self._require_prefix_stable(probe, [TOOL])
+            except RewrittenHistory:
+                self._require_prefix_stable(probe, [TOOL], ignore_space=True)
+                self.linear = False  # Hermes adds a line break after earlier results: every turn starts a segment
+            try:
+                self._require_prefix_stable([*probe[:5], *TEXT_PROBE], [TOOL])
             except ConfigError:
                 self.linear = False  # a reply without a call moves the tools: the next prompt starts a segment
             except TemplateError:
                 pass  # such a conversation is only rendered turn by turn
         return formats[0]
 
-    def _require_prefix_stable(self, messages: list[Message], tools: Tools = ()) -> None:
+    def _require_stable_history(self) -> None:
+        for messages in probe_conversations():
+            self._require_prefix_stable(messages)
+
+    def _is_stable_when_folded(self) -> bool:
+        """Fold the instruction into the first observation. Return whether earlier turns then stay as they are.
+
+        Mistral Nemo's template writes the system message into the last observation.
+        """
+        self.folds_system = True
+        with suppress(ConfigError):
+            self._require_stable_history()
+            return True
+        return False
+
+    def _require_prefix_stable(self, messages: list[Message], tools: Tools = (), *, ignore_space: bool = False) -> None:
         """Raise ConfigError unless the conversation so far is always a prefix of the later conversation."""
         for i, message in enumerate(messages):
             if message.role != "assistant":
                 continue
             before = self._render(messages[:i], generation_prompt=True, tools=tools)
             after = self._render(messages[: i + 1], generation_prompt=False, tools=tools)
-            _require_prefix(before, after, "with a reply added")
+            require_prefix(before, after, "with a reply added", ignore_space)
             if message.content not in after[len(before) :]:
                 raise ConfigError(
                     f"the chat template changes a reply: {message.content!r} became {after[len(before) :]!r}. "
-                    f"Sampled text must be kept: {_advice()}"
+                    f"Sampled text must be kept: {template_advice()}"
                 )
             if i + 1 == len(messages):
                 continue
             later = self._render(messages[: i + 2], generation_prompt=True, tools=tools)
             played = after[: after.rindex(self._end_text) + len(self._end_text)]
-            _require_prefix(played, later, "with the next observation added")
+            require_prefix(played, later, "with the next observation added", ignore_space)
+            if ignore_space:
+                continue  # every prompt is rendered whole
             extended = [*self.encode(played), *self.observation_ids(messages[i + 1 : i + 2])]
             if extended != self.encode(later):
                 raise ConfigError(
                     "the chat template writes an observation differently late in a conversation, or the tokenizer "
-                    f"merges text across the end-of-turn token {self._end_text!r}: {_advice()}"
+                    f"merges text across the end-of-turn token {self._end_text!r}: {template_advice()}"
                 )
 
 
@@ -521,26 +543,3 @@ def _backend_of(tokenizer: Any) -> Any:
     kind: Any = type(tokenizer)
     same = all(getattr(kind, name, None) is getattr(PreTrainedTokenizerFast, name, ()) for name in methods)
     return tokenizer.backend_tokenizer if same else None
-
-
-def _advice() -> str:
-    return f"set model.chat_template to one of {', '.join(sorted(TEMPLATES))} or to the path of a Jinja file"
-
-
-def _probe_conversations() -> list[list[Message]]:
-    systems: tuple[list[Message], ...] = ([], [Message("system", "You are a walker.")])
-    return [[*system, *_alternate(probe)] for probe in _PROBES for system in systems]
-
-
-def _alternate(contents: tuple[str, ...]) -> list[Message]:
-    return [Message("assistant" if i % 2 else "user", content) for i, content in enumerate(contents)]
-
-
-def _require_prefix(before: str, after: str, when: str) -> None:
-    if after.startswith(before):
-        return
-    at = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), min(len(before), len(after)))
-    raise ConfigError(
-        f"the chat template rewrites history: the conversation has {before[at : at + 60]!r} at character {at}, but "
-        f"{when} it has {after[at : at + 60]!r}. Sampled tokens must not change: {_advice()}"
-    )

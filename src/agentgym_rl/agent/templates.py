@@ -110,9 +110,20 @@ MISTRAL = """\
 TEMPLATES: dict[str, str] = {"chatml": CHATML, "llama3": LLAMA3, "mistral": MISTRAL, "qwen": QWEN}
 
 
+def template_advice() -> str:
+    """Return what to do about a template that cannot be used, for an error."""
+    return f"set model.chat_template to one of {', '.join(sorted(TEMPLATES))} or to the path of a Jinja file"
+
+
+TOOL_USE = "tool_use"
+"""Name of the template that some tokenizers have for conversations with tools."""
+
+
 def resolve_template(chat_template: str | None) -> str | None:
-    """Return the Jinja text of a built-in, a file or Jinja text. None (the tokenizer's own) remains None."""
-    if chat_template is None or "{%" in chat_template or "{{" in chat_template:
+    """Return the Jinja text of a built-in, a file or Jinja text. The tokenizer's own (None, `tool_use`) remain so."""
+    if chat_template is None or chat_template == TOOL_USE:
+        return chat_template
+    if "{%" in chat_template or "{{" in chat_template:
         return chat_template
     if chat_template in TEMPLATES:
         return TEMPLATES[chat_template]

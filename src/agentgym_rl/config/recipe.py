@@ -217,7 +217,13 @@ class Config(Section):
         return self
 
     def _check_external_agent(self) -> None:
-        agent = self.agent
+        agent, warm = self.agent, self.warm_start
+        if warm is not None and warm.through_program and not agent.program:
+            raise ValueError("warm_start.through_program needs agent.program, got none: name it, or remove the setting")
+        if warm is not None and warm.through_program and (warm.mistakes or warm.wrong_thoughts):
+            raise ValueError(
+                "warm_start.mistakes and wrong_thoughts are injected without a program: remove them or through_program"
+            )
         if agent.kind != "external":
             if agent.program or agent.program_variables:
                 raise ValueError("agent.program is read by agent.kind = 'external', this is 'model': set kind")

@@ -25,7 +25,7 @@ class ModelConfig(Section):
     """Small model with random weights and a word tokenizer of its own. It needs a warm start."""
     chat_template: str | None = None
     """Built-in template by name, or path of a Jinja file (from the recipe's folder or the current one), instead of the
-    tokenizer's own."""
+    tokenizer's own. `tool_use` is the tokenizer's template of that name."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda`, or one of several devices such as `cuda:1`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -289,6 +289,9 @@ class WarmStartConfig(Section):
     """Share of the oracle's turns with an injected mistake. The loss skips the mistake and keeps the recovery."""
     wrong_thoughts: float = Field(0.0, ge=0, lt=1)
     """Share of the oracle's turns whose thought errs first. The loss skips that and keeps the correction."""
+    through_program: bool = False
+    """Play through `agent.program`, which calls the model as always and is answered with the policy's actions. So the
+    model imitates in the program's own prompts."""
     sft: SFTSettings = SFTSettings()
 
     @model_validator(mode="after")

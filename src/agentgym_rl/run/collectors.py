@@ -14,7 +14,7 @@ from agentgym_rl.agent.context_management import Context
 from agentgym_rl.agent.engines.base import Engine
 from agentgym_rl.agent.policy import EnginePolicy, OraclePolicy, Policy, PolicyFactory, RandomPolicy
 from agentgym_rl.agent.proxy.app import Proxy
-from agentgym_rl.agent.proxy.external import ExternalPolicy, ExternalSession
+from agentgym_rl.agent.proxy.external import DemonstratingPolicy, ExternalPolicy, ExternalSession, sampled_model
 from agentgym_rl.agent.proxy.programs import Program
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.stages import Stages
@@ -24,8 +24,9 @@ from agentgym_rl.agent.trees import Branching, TreeCollector
 from agentgym_rl.common.cores import num_cores
 from agentgym_rl.config import AgentConfig, EnvironmentConfig
 from agentgym_rl.environment.formats import action_format
+from agentgym_rl.training.conversations import Conversation
 from agentgym_rl.training.settings import TreeSettings
-from agentgym_rl.types import CollectFrom, EnvPool, EnvSession, Group, Limits, Sampling, Task
+from agentgym_rl.types import CollectFrom, EnvPool, EnvSession, Group, Limits, Sampling, Task, Trajectory
 
 PROXY_TOKEN = "AGENTGYM_RL_TOKEN"
 """Environment variable with the token that clients of the proxy send, as of the environment server."""
@@ -72,7 +73,7 @@ def engine_policies(
         sampling = Sampling(agent.max_new_tokens, temperature, seed=seed if seeded else None)
         if external is not None:
             assert isinstance(session, ExternalSession)
-            return ExternalPolicy(*external, engine, renderer, sampling, session)
+            return ExternalPolicy(*external, sampled_model(engine, renderer, sampling), session)
         policy = EnginePolicy(
             engine,
             renderer,
@@ -108,6 +109,38 @@ def make_stages(agent: AgentConfig, environments: Sequence[EnvironmentConfig]) -
     bounded = [env.name for env in environments if env.url is None or agent.opening is not None]
     opening = agent.opening or max(MIN_OPENING, num_cores())
     return Stages(agent.concurrency, agent.sessions - agent.concurrency, dict.fromkeys(bounded, opening), weights)
+
+
+class ProgramDemonstrations:
+    """A demonstrator that plays through the program of an external agent, in the program's own prompts.
+
+    Call it to make a policy. `conversations` returns what the policies' programs asked and were answered.
+    """
+
+    def __init__(self, external: tuple[Proxy, Program], name: str) -> None:
+        self._external, self._make_demonstrator = external, demonstrators(name)
+        self._policies: list[DemonstratingPolicy] = []
+
+    def __call__(self, session: EnvSession, seed: int) -> Policy:
+        assert isinstance(session, ExternalSession)
+        policy = DemonstratingPolicy(*self._external, self._make_demonstrator(session, seed), session)
+        self._policies.append(policy)
+        return policy
+
+    def conversations(self, trajectory: Trajectory) -> list[Conversation]:
+        """Return the conversations of an episode that have a reply on which the program acted."""
+        task = trajectory.task
+        return [
+            Conversation(f"{task.env}_{task.item}", kept.messages, kept.trained, kept.tools)
+            for policy in self._policies
+            if policy.episode is trajectory.messages
+            for kept in policy.conversations
+            if any(kept.trained)
+        ]
+
+    async def close(self) -> None:
+        for part in self._external:
+            await part.close()
 
 
 def _unwrapped(session: EnvSession) -> EnvSession:

@@ -8,7 +8,7 @@ from itertools import cycle, islice
 
 from agentgym_rl.agent.renderer import Renderer, Tools
 from agentgym_rl.errors import ConfigError, EnvError
-from agentgym_rl.run.collectors import demonstrators, limits_of, make_collector, make_stages
+from agentgym_rl.run.collectors import ProgramDemonstrations, demonstrators, limits_of, make_collector, make_stages
 from agentgym_rl.run.console import Console
 from agentgym_rl.run.context import RunContext
 from agentgym_rl.run.heldout import sample_per_subset
@@ -171,12 +171,13 @@ async def play_demonstrations(
     max_turns: int,
     mistakes: float,
     wrong_thoughts: float = 0.0,
+    program: ProgramDemonstrations | None = None,
 ) -> list[Trajectory]:
     """Play training items; return the oracle's successes, or all episodes of random play that did not fail.
 
     The oracle plays an item once. Random play repeats items until there are enough episodes. With `mistakes` or
     `wrong_thoughts` the oracle first plays every item without any, to learn which actions and thoughts it has at other
-    times; those episodes are not kept.
+    times; those episodes are not kept. With a `program` the policy plays through it.
     """
     config, console = context.config, context.console
     share = -(-episodes // len(config.environments))
@@ -189,7 +190,7 @@ async def play_demonstrations(
             make_collector,
             config.agent,
             context.pool,
-            demonstrators(policy),
+            program or demonstrators(policy),
             1,
             f"{kind}-",
             make_stages(config.agent, config.environments),

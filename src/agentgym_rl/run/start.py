@@ -9,12 +9,13 @@ from typing import Any
 
 from agentgym_rl.agent.context_management import ASK, LEFT_OUT, SUMMARISED
 from agentgym_rl.agent.renderer import Renderer
-from agentgym_rl.config import ModelConfig
+from agentgym_rl.config import ModelConfig, WarmStartConfig
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.run.backend import Trainer
+from agentgym_rl.run.collectors import ProgramDemonstrations, make_external
 from agentgym_rl.run.console import Console
 from agentgym_rl.run.context import RunContext
-from agentgym_rl.run.demonstrations import play_demonstrations, to_samples
+from agentgym_rl.run.demonstrations import Demonstration, play_demonstrations, to_samples
 from agentgym_rl.run.load_model import choose_device, load_from
 from agentgym_rl.training.lora import add_adapter
 from agentgym_rl.training.model import load_tokenizer
@@ -55,6 +56,24 @@ async def prepare(context: RunContext, conversations: Sequence[list[Message]] = 
     warm, played = config.warm_start, []
     if warm is not None:
         context.console.stage("Warm start", f"{warm.episodes} episodes of {warm.policy} play")
+        played = await _warm_start_demonstrations(context, warm)
+        conversations = [demonstration.messages for demonstration in played]
+    if tokenizer is None:
+        texts = () if config.agent.context == "full" else (ASK, LEFT_OUT, SUMMARISED)
+        tokenizer = word_tokenizer([*conversations, [Message("user", text) for text in texts]])
+    renderer = Renderer(tokenizer, config.model.chat_template, thoughts=config.agent.thoughts)
+    max_context = config.longest_context()
+    samples = to_samples(played, renderer, max_context, context.console)
+    if warm is not None and not samples:
+        raise ConfigError(f"warm_start: no episode has a reply and at most agent.max_context = {max_context} tokens")
+    return Start(tokenizer, samples)
+
+
+async def _warm_start_demonstrations(context: RunContext, warm: WarmStartConfig) -> list[Demonstration]:
+    """Return the episodes to imitate: of the environments, or of the program that plays them."""
+    external = make_external(context.config.agent) if warm.through_program else None
+    program = None if external is None else ProgramDemonstrations(external, warm.policy)
+    try:
         played = await play_demonstrations(
             context,
             "warmstart",
@@ -63,17 +82,14 @@ async def prepare(context: RunContext, conversations: Sequence[list[Message]] = 
             max_turns=warm.max_turns,
             mistakes=warm.mistakes,
             wrong_thoughts=warm.wrong_thoughts,
+            program=program,
         )
-        conversations = [trajectory.messages for trajectory in played]
-    if tokenizer is None:
-        texts = () if config.agent.context == "full" else (ASK, LEFT_OUT, SUMMARISED)
-        tokenizer = word_tokenizer([*conversations, [Message("user", text) for text in texts]])
-    renderer = Renderer(tokenizer, config.model.chat_template, thoughts=config.agent.thoughts)
-    max_context = config.longest_context()
-    samples = to_samples([t for t in played if t.num_turns], renderer, max_context, context.console)
-    if warm is not None and not samples:
-        raise ConfigError(f"warm_start: no episode has a reply and at most agent.max_context = {max_context} tokens")
-    return Start(tokenizer, samples)
+    finally:
+        if program is not None:
+            await program.close()
+    if program is None:
+        return [trajectory for trajectory in played if trajectory.num_turns]
+    return [conversation for trajectory in played for conversation in program.conversations(trajectory)]
 
 
 async def imitate(trainer: Trainer, console: Console) -> None:

@@ -121,7 +121,7 @@ class RecordedModel:
                     message.text,
                 )
             )
-            self._paths[_digest([*request.messages, message], request.tools)] = [*prompt_ids, *completion.token_ids]
+            self._paths[digest([*request.messages, message], request.tools)] = [*prompt_ids, *completion.token_ids]
             called = any(not call.error for call in message.tool_calls or ())
             finish = "tool_calls" if called else completion.finish
             return ChatReply(message, finish, len(prompt_ids), len(completion.token_ids))
@@ -155,14 +155,14 @@ class RecordedModel:
         path: list[int] = []
         new = messages
         for end in range(len(messages), 0, -1):
-            known = self._paths.get(_digest(messages[:end], tools)) if messages[end - 1].role == "assistant" else None
+            known = self._paths.get(digest(messages[:end], tools)) if messages[end - 1].role == "assistant" else None
             if known is not None:
                 path, new = known, messages[end:]
                 break
         try:
             if tools:
                 renderer.require_tools()
-            if path and renderer.linear and _is_observation(new):
+            if path and renderer.linear and is_observation(new):
                 ended = path[-1] in renderer.stop_token_ids
                 return [*path, *([] if ended else [renderer.end_of_turn]), *renderer.observation_ids(new)]
             return renderer.continuation(path, messages, tools)
@@ -178,7 +178,8 @@ class RecordedModel:
         return from_openai(to_openai(Message("assistant", content, tool_calls=calls)))
 
 
-def _is_observation(messages: Sequence[Message]) -> bool:
+def is_observation(messages: Sequence[Message]) -> bool:
+    """Return whether messages can follow a reply: one text, or results of calls."""
     roles = [message.role for message in messages]
     return roles == ["user"] or (bool(roles) and set(roles) == {"tool"})
 
@@ -188,7 +189,7 @@ def _after_last_reply(messages: Sequence[Message]) -> Sequence[Message]:
     return messages[start:]
 
 
-def _digest(messages: Sequence[Message], tools: Tools) -> bytes:
+def digest(messages: Sequence[Message], tools: Tools) -> bytes:
     """Return a digest of a conversation. Space around replies does not count: some SDKs strip it."""
     rows = [to_openai(replace(m, content=m.content.strip()) if m.role == "assistant" else m) for m in messages]
     return hashlib.blake2b(json.dumps([rows, list(tools)]).encode(), digest_size=16).digest()

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from agentgym_rl.agent.engines.base import Engine
-from agentgym_rl.agent.policy import Reply, observation_message
+from agentgym_rl.agent.policy import Policy, Reply, observation_message
 from agentgym_rl.agent.proxy.app import Proxy
 from agentgym_rl.agent.proxy.chat import RecordedModel
+from agentgym_rl.agent.proxy.demonstrated import DemonstratedConversation, DemonstratedModel
 from agentgym_rl.agent.proxy.programs import Program, RunningProgram
-from agentgym_rl.agent.proxy.sessions import ProxySession, Submission
+from agentgym_rl.agent.proxy.sessions import EpisodeModel, ProxySession, Submission
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.segments import stitch
 from agentgym_rl.errors import ProgramError
@@ -79,19 +81,16 @@ class ExternalSession:
 
 
 class ExternalPolicy:
-    """A program that plays one episode through the proxy, or a client that claims it."""
+    """A program that plays one episode through the proxy, or a client that claims it.
+
+    `make_model` makes the model that the program calls.
+    """
 
     def __init__(
-        self,
-        proxy: Proxy,
-        program: Program,
-        engine: Engine,
-        renderer: Renderer,
-        sampling: Sampling,
-        env: ExternalSession,
+        self, proxy: Proxy, program: Program, make_model: Callable[[Limits], EpisodeModel], env: ExternalSession
     ) -> None:
         self._proxy, self._program, self._env = proxy, program, env
-        self._engine, self._renderer, self._sampling = engine, renderer, sampling
+        self._make_model = make_model
         self._session: ProxySession | None = None
         self._running: RunningProgram | None = None
         self._num_recorded = 0
@@ -111,7 +110,7 @@ class ExternalPolicy:
         self._env.submission, self._acted = submission, True
         *earlier, action = recorded or [
             observation_message(_text(observation)),
-            Message("assistant", submission.action),
+            Message("assistant", Message("assistant", submission.action, tool_calls=submission.calls).text),
         ]
         return Reply([*(replace(m, purpose=CALL) for m in earlier[:-1]), earlier[-1]], action)
 
@@ -132,7 +131,6 @@ class ExternalPolicy:
 
     async def _start(self, limits: Limits) -> None:
         await self._proxy.start()
-        model = RecordedModel(self._engine, self._renderer, self._sampling, limits, uuid.uuid4().hex)
         env = self._env
         task: dict[str, Any] = {
             "env": env.name,
@@ -140,7 +138,7 @@ class ExternalPolicy:
             "observation": env.last_step.observation,
             "tools": env.tools,
         }
-        self._session = ProxySession(model, task)
+        self._session = ProxySession(self._make_model(limits), task)
         self._proxy.sessions.open(self._session, claimable=not self._program.command)
         if self._program.command:
             self._running = await self._program.start(self._proxy.links(self._session))
@@ -177,6 +175,38 @@ class ExternalPolicy:
         calls = self._session.model.calls
         first, self._num_recorded = self._num_recorded, len(calls)
         return stitch(calls)[2 * first : 2 * len(calls)]
+
+
+def sampled_model(engine: Engine, renderer: Renderer, sampling: Sampling) -> Callable[[Limits], EpisodeModel]:
+    """Return a factory of models that sample from `engine` and record every call."""
+    return lambda limits: RecordedModel(engine, renderer, sampling, limits, uuid.uuid4().hex)
+
+
+class DemonstratingPolicy(ExternalPolicy):
+    """A program whose calls of the model are answered by a demonstrator: an oracle or random play."""
+
+    def __init__(self, proxy: Proxy, program: Program, demonstrator: Policy, env: ExternalSession) -> None:
+        super().__init__(proxy, program, self._demonstrated, env)
+        self._demonstrator = demonstrator
+        self._model: DemonstratedModel | None = None
+        self.episode: list[Message] = []
+        """The messages of the episode's trajectory, to find the policy that played it."""
+
+    @property
+    def conversations(self) -> list[DemonstratedConversation]:
+        """Conversations of the program with the model."""
+        return self._model.conversations if self._model is not None else []
+
+    async def reply(self, messages: list[Message], observation: Observation, limits: Limits) -> Reply:
+        self.episode = messages
+        reply = await super().reply(messages, observation, limits)
+        assert self._model is not None
+        self._model.mark_action()
+        return reply
+
+    def _demonstrated(self, limits: Limits) -> EpisodeModel:
+        self._model = DemonstratedModel(self._demonstrator, limits)
+        return self._model
 
 
 def _text(observation: Observation) -> str:

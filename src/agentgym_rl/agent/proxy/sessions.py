@@ -6,9 +6,10 @@ import asyncio
 import secrets
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from agentgym_rl.agent.proxy.chat import RecordedModel, RequestError, session_ended
+from agentgym_rl.agent.proxy.chat import ChatReply, ChatRequest, RequestError, session_ended
+from agentgym_rl.agent.segments import Call
 from agentgym_rl.types import Step, ToolCall
 
 MAX_ENDED = 4096
@@ -28,10 +29,22 @@ class Submission:
     """Set to the environment's answer."""
 
 
-class ProxySession:
-    """One episode: its recorded model, its task, and the submissions of its program."""
+class EpisodeModel(Protocol):
+    """The model of one episode: one that samples and records, or a demonstrator in its place."""
 
-    def __init__(self, model: RecordedModel, task: dict[str, Any]) -> None:
+    calls: list[Call]
+    overflowed: bool
+    failure: Exception | None
+
+    async def complete(self, request: ChatRequest) -> ChatReply: ...
+
+    async def close(self) -> None: ...
+
+
+class ProxySession:
+    """One episode: its model, its task, and the submissions of its program."""
+
+    def __init__(self, model: EpisodeModel, task: dict[str, Any]) -> None:
         self.id = secrets.token_hex(8)
         self.key = f"sk-{secrets.token_urlsafe(24)}"
         self.model = model
