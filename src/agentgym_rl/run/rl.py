@@ -18,7 +18,7 @@ from agentgym_rl.training.checkpoint import checkpoint_path, list_checkpoints
 from agentgym_rl.training.doctor import Doctor
 from agentgym_rl.training.horizon import make_horizon
 from agentgym_rl.training.rl import Hooks, RLState, expected_steps, train_rl
-from agentgym_rl.types import Group, StopReason
+from agentgym_rl.types import Collect, Group, StopReason
 
 
 class RLRun(Run):
@@ -51,10 +51,9 @@ class RLRun(Run):
             f"{config.rl.algorithm} with a {config.horizon.kind} horizon, {budget}{total} steps",
         )
         backend = self.backend
-        collect = backend.collector("train-", None, config.agent.temperature)
+        playing = backend.collector("train-", None, config.agent.temperature)
         self.rewards = make_rewards(config, self.log.root)
-        if self.rewards is not None:
-            collect = self.rewards.scoring(collect)
+        collect: Collect = playing if self.rewards is None else self.rewards.scoring(playing)
         learner = backend.learner
         if config.rl.distill is not None and config.rl.distill.url is not None:
             learner = await make_taught(backend.learner, config.rl.distill, backend.renderer, backend.max_context)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
@@ -69,7 +69,7 @@ class MicroBatch:
     reference_logprobs_A: Tensor
     values_A: Tensor
     returns_A: Tensor
-    shared: SharedPrefixes | None = None
+    shared: SharedPrefixes | None = field(default=None, init=False)
     """Prefixes that samples share, if a pass may compute them once."""
 
     @property
