@@ -53,15 +53,16 @@ class Rewards:
             trajectory.verdicts = list(verdicts)
 
     def scoring(self, collect: CollectFrom) -> Collect:
-        """Return a collector that scores each group as soon as it is played, while others are still played."""
+        """Return a collector that scores the groups of a task as soon as they are played, while others are played."""
 
-        async def collect_and_score(task: Task, limits: Limits, seed: int, index: int) -> Group:
-            (group,) = await collect([task], limits, seed, index)
-            await self.score([group])
-            return group
+        async def collect_and_score(task: Task, limits: Limits, seed: int, index: int) -> list[Group]:
+            groups = await collect([task], limits, seed, index)  # several if the task has several roles
+            await self.score(groups)
+            return groups
 
         async def collect_all(tasks: list[Task], limits: Limits, seed: int) -> list[Group]:
-            return await together(collect_and_score(task, limits, seed, index) for index, task in enumerate(tasks))
+            played = await together(collect_and_score(task, limits, seed, index) for index, task in enumerate(tasks))
+            return [group for groups in played for group in groups]
 
         return collect_all
 
