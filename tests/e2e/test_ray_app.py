@@ -69,11 +69,14 @@ class RecordingAdapter:
 
     died = False
 
+    async def start(self) -> None:
+        return None
+
     async def load(self, source: Any, version: int, probe: Any = None) -> None:
         if version == 2 and not ray.get_runtime_context().was_current_actor_reconstructed:
             self.died = True
             raise EngineError("its own processes are gone")
-        ((name, tensor),) = source[0].tensors()
+        ((name, tensor),) = source.tensors()
         self.notes.append(f"{name} {tensor.tolist()} of version {version} with {probe}")
         self.engine.version = version
 

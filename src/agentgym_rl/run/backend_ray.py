@@ -556,6 +556,7 @@ def plan_of(config: Config) -> Plan:
         bucket_mb=scale.bucket_mb,
         worker_timeout_s=scale.worker_timeout_s,
         devices_per_engine=config.engine.tensor_parallel,
+        senders=1 if config.model.lora is not None else scale.shard_ranks or scale.learners,
     )
     shares_device_memory(plan)  # raises for an unknown value
     return plan

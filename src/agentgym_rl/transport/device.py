@@ -33,7 +33,7 @@ import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from agentgym_rl.errors import EngineError
-from agentgym_rl.transport.host_memory import Entry, padded_bytes, place_in_buckets, tensor_view, wait_for_copies
+from agentgym_rl.transport.buckets import Entry, padded_bytes, place_in_buckets, tensor_view, wait_for_copies
 
 DEVICE_WEIGHTS_VARIABLE = "AGENTGYM_RL_DEVICE_WEIGHTS"
 """Environment variable of the driver: `never`, or `always`, which includes CPUs and is meant for tests."""
@@ -147,6 +147,9 @@ class DeviceWeights:
     endpoint: Endpoint
     version: int
 
+    def connect(self) -> None:
+        """Do nothing: the learner connects while the tensors are read."""
+
     def tensors(self) -> Generator[tuple[str, torch.Tensor]]:
         """Yield each tensor. Copy and drop it before asking for the next one, because the learner reuses its memory.
         Raises EngineError if the learner is gone."""
@@ -167,14 +170,6 @@ class DeviceWeights:
         finally:
             if _listening is listening:
                 _close_endpoint()
-
-    def copies(self) -> Generator[tuple[str, torch.Tensor]]:
-        """Yield a copy of each tensor, for a caller that keeps it longer."""
-        for name, tensor in self.tensors():
-            copy = tensor.clone()
-            del tensor
-            yield name, copy
-            del copy
 
     def _received(self, connection: Any) -> Iterator[tuple[str, torch.Tensor]]:
         buffer: torch.Tensor | None = None
