@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from agentgym_rl.transport.host_memory import HostMemories, HostMemory, HostWeights
 from vllm_weights import BUCKET_BYTES, Store, make_model
 
 from agentgym_rl.transport import host_memory
 from agentgym_rl.transport.buckets import Staging, buckets, load_buckets, load_device_weights
 from agentgym_rl.transport.device import DeviceWeights, open_endpoint, send_weights
-from agentgym_rl.transport.host_memory import HostMemories, HostMemory, HostWeights
 
 State = dict[str, torch.Tensor]
 Send = Callable[[State], dict[str, float]]

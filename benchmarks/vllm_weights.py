@@ -39,6 +39,7 @@ from typing import Any
 
 import numpy
 import torch
+from agentgym_rl.transport.host_memory import HostMemories
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from agentgym_rl.agent.engines.native import NativeEngine
@@ -50,7 +51,6 @@ from agentgym_rl.run.backend_vllm import VllmAdapter
 from agentgym_rl.scale.process_group import whole_state
 from agentgym_rl.transport.buckets import Bucket, NativeAdapter, Staging, buckets
 from agentgym_rl.transport.device import DeviceWeights, send_weights
-from agentgym_rl.transport.host_memory import HostMemories
 from agentgym_rl.types import Sampling
 
 PROMPT_TOKENS, NEW_TOKENS, TURNS = 256, 64, 2

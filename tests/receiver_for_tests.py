@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from processes_for_tests import beside
 
+from agentgym_rl.agent.engines.native.adapter import load_tensors
 from agentgym_rl.errors import EngineError
-from agentgym_rl.transport.buckets import load_tensors
 from agentgym_rl.transport.device import DeviceWeights, Endpoint, open_endpoint
 
 ANSWER_TIMEOUT_S = 120.0

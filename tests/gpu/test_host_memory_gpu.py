@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from agentgym_rl.transport.host_memory import HostMemories, HostMemory
 from reader_for_tests import on_device, reader
 
 from agentgym_rl.transport import host_memory
 from agentgym_rl.transport.buckets import Staging, buckets, load_buckets
-from agentgym_rl.transport.host_memory import HostMemories, HostMemory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

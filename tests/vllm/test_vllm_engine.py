@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import torch
+from agentgym_rl.transport.host_memory import HostMemories
 from vllm_for_tests import SMALL, gap, greedy, prompt, scored, vllm_processes
 
 from agentgym_rl.agent.engines.native import NativeEngine
@@ -22,7 +23,6 @@ from agentgym_rl.training.lora import add_adapter
 from agentgym_rl.training.settings import LoraSettings
 from agentgym_rl.transport.buckets import buckets
 from agentgym_rl.transport.device import DeviceWeights, device_id, send_weights
-from agentgym_rl.transport.host_memory import HostMemories
 from agentgym_rl.types import Sampling
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(1800)]

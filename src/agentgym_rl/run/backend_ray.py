@@ -17,6 +17,8 @@ from typing import Any, Literal
 import torch
 from transformers import AutoTokenizer
 
+from agentgym_rl.agent.engines.base import EngineAdapter
+from agentgym_rl.agent.engines.native.adapter import NativeAdapter
 from agentgym_rl.agent.engines.vllm import Probe, probe_model
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.templates import resolve_template
@@ -45,7 +47,6 @@ from agentgym_rl.training.ranks import EmptyFirst, balanced_shares
 from agentgym_rl.training.reward_model import RewardTrainer, save_head
 from agentgym_rl.training.rl_learner import by_turn
 from agentgym_rl.training.settings import RLSettings, SFTSettings, TreeSettings
-from agentgym_rl.transport.buckets import EngineAdapter, NativeAdapter
 from agentgym_rl.types import Collect, Group, Limits, Sample, Task
 
 SCORED_FIELDS = ("old_logprobs", "entropies", "reference_logprobs", "teacher_logprobs", "values", "last_value")

@@ -111,7 +111,7 @@ def _remove_other_versions(folder: Path) -> None:
 
 
 class VllmAdapter:
-    """A vLLM engine behind the interface through which weights are sent (transport/buckets.py)."""
+    """A vLLM engine behind the interface through which weights are sent (EngineAdapter)."""
 
     def __init__(self, engine: Vllm) -> None:
         assert isinstance(engine, VllmEngine)

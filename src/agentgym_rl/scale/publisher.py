@@ -29,6 +29,8 @@ OLD_DEVICE_WEIGHTS_VARIABLE = "AGENTGYM_RL_LEND"
 """Earlier name of the variable, still read."""
 REPORT_TIMEOUT_S = 60.0
 """Seconds that a process has to report why another one failed."""
+MAX_DEATHS = 3
+"""Times in a row that an engine may die while it is sent weights."""
 MAX_INTERRUPTIONS = 3
 """Broadcasts of one version that may be interrupted although no engine died."""
 
@@ -65,6 +67,9 @@ class EngineLink(Protocol):
     async def wait_for_loss(self, index: int) -> None:
         """Return when the engine has died."""
 
+    async def call_state(self, method: str, *arguments: Any) -> Any:
+        """Call the run's SharedState."""
+
     async def abort_group(self, group: str) -> None:
         """Make every member of a broadcast's group fail."""
 
@@ -96,6 +101,8 @@ class Publisher:
         self.outdated: dict[int, asyncio.Task[None]] = {}
         """Engines that died, with the task that sends each the weights when it is back."""
         self._watches: list[asyncio.Task[None]] = []
+        self._deaths: dict[int, int] = {}
+        """Times in a row that each engine died while it was sent weights."""
         self._lock = asyncio.Lock()
         self._rank_devices: list[str] = []
         self._group: tuple[dict[int, str], list[Member]] | None = None
@@ -162,6 +169,14 @@ class Publisher:
             lost += await self._broadcast(others, version)
             senders = f"{plan.senders} learners" if plan.senders > 1 else "the first learner"
             ways[f"as a broadcast of {senders} over {_backend(plan)}"] = list(others)
+        self._deaths = {i: count for i, count in self._deaths.items() if i not in engines or i in lost}
+        for index in lost:
+            count = self._deaths[index] = self._deaths.get(index, 0) + 1
+            if count >= MAX_DEATHS:
+                why = await self._link.failure_of(index)
+                raise EngineError(
+                    f"engine {index} died {count} times in a row while loading weights, last error: {why}"
+                )
         return ways, lost
 
     async def _ask(self, engines: Sequence[int], method: str) -> tuple[dict[int, Any], list[int]]:

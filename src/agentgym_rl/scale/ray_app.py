@@ -30,6 +30,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from agentgym_rl.agent.engines.base import EngineAdapter
 from agentgym_rl.errors import ConfigError, EngineError, WorkerLost
 from agentgym_rl.scale.host_scheduler import HostScheduler
 from agentgym_rl.scale.process_group import join, leave
@@ -40,7 +41,7 @@ from agentgym_rl.scale.shared_state import SharedState
 from agentgym_rl.scale.watch import POLL_INTERVAL_S, Nodes, Threads, connecting, keep_sigterm_handler, unless_one_fails
 from agentgym_rl.transport import broadcast, device
 from agentgym_rl.transport.broadcast import Member
-from agentgym_rl.transport.buckets import EngineAdapter, WeightsInterrupted, WeightSource
+from agentgym_rl.transport.buckets import WeightsInterrupted, WeightSource
 from agentgym_rl.transport.device import DeviceWeights, Endpoint
 from agentgym_rl.types import Completion, Group, Sampling
 
@@ -98,7 +99,7 @@ class LearnerRank:
 
 
 class EngineReplica:
-    """An engine. `make()` returns its EngineAdapter (transport/buckets.py), whose `engine` samples."""
+    """An engine. `make()` returns its EngineAdapter, whose `engine` samples."""
 
     def __init__(self, make: Callable[[], EngineAdapter], state: str, index: int) -> None:
         self._adapter: Any = make()
@@ -151,16 +152,12 @@ class EngineReplica:
                 return self._adapter.version  # this process replaced the one that had opened the endpoint
             if self._restarted:  # no call may have noticed the death
                 self._state.report.remote(self._name, "engine_lost", "died")
-            if fatal_error := await self._state.start_load.remote(self._name):
-                raise EngineError(fatal_error)
             try:
                 await self._adapter.load(source, version, probe)
             except WeightsInterrupted:
-                await self._state.end_load.remote(self._name)
                 if self._adapter.died:
                     raise
                 return self._adapter.version
-            self._state.end_load.remote(self._name)
             self._sleeping = False
             if self._restarted:
                 message = f"was restarted and has version {version} of the weights"

@@ -22,7 +22,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -63,10 +63,6 @@ class Member:
     backend: Literal["gloo", "nccl"]
     is_new: bool
     """Whether the group is to be made now. Otherwise the process must be a member already."""
-
-    def shifted(self, offset: int) -> Member:
-        """Return the member `offset` ranks later: the workers of one engine have consecutive ranks."""
-        return replace(self, rank=self.rank + offset)
 
 
 class _Group:
@@ -124,14 +120,8 @@ def _make_group(store: dist.Store, member: Member) -> Any:
         return dist.ProcessGroupGloo(store, member.rank, member.size, timeout)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = 2 * timeout  # later than `_until` gives up
-    before = os.environ.get(NCCL_ERROR_HANDLING)
-    os.environ[NCCL_ERROR_HANDLING] = "0"  # read when the group is made
-    try:
-        return dist.ProcessGroupNCCL(store, member.rank, member.size, options)
-    finally:
-        del os.environ[NCCL_ERROR_HANDLING]
-        if before is not None:
-            os.environ[NCCL_ERROR_HANDLING] = before
+    os.environ[NCCL_ERROR_HANDLING] = "0"  # read when a group is made, and those of FSDP and vLLM exist already
+    return dist.ProcessGroupNCCL(store, member.rank, member.size, options)
 
 
 @contextlib.contextmanager

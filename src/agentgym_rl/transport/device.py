@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
@@ -190,20 +190,6 @@ class DeviceWeights:
                 return
 
 
-class SharedBuffer(Protocol):
-    """Memory that a learner writes and engines read."""
-
-    bytes: torch.Tensor
-
-    def share(self) -> Any:
-        """Return a handle for one other process to open the buffer with. Call once per process."""
-
-    def revoke(self, handle: Any) -> None:
-        """Release the handle of a process that died or may never close it."""
-
-    def close(self) -> None: ...
-
-
 class DeviceBuffer:
     """CUDA memory of this process. Torch counts the processes that have it open and frees it after the last."""
 
@@ -212,6 +198,7 @@ class DeviceBuffer:
             self.bytes = torch.empty(size, dtype=torch.uint8, device="cuda")
 
     def share(self) -> Any:
+        """Return a handle for one other process to open the buffer with. Call once per process."""
         try:
             return reduce_tensor(self.bytes)[1]
         except RuntimeError as error:
@@ -219,6 +206,7 @@ class DeviceBuffer:
             raise EngineError(message) from error
 
     def revoke(self, handle: Any) -> None:
+        """Release the handle of a process that died or may never close it."""
         counter, offset, device = (
             handle[IPC_FIELDS[name]] for name in ("ref_counter_handle", "ref_counter_offset", "storage_device")
         )
@@ -292,7 +280,7 @@ class WeightSender:
     def __init__(self, endpoints: Sequence[Endpoint], version: int) -> None:
         self.failed: dict[str, str] = {}
         self._connections: dict[str, Connection] = {}
-        self._buffer: SharedBuffer | None = None
+        self._buffer: DeviceBuffer | HostBuffer | None = None
         self._handles: dict[str, Any] = {}
         for endpoint in endpoints:
             self._try(endpoint.name, partial(self._connect, endpoint))

@@ -46,7 +46,7 @@ class WorkerExtension:
         process. Returns why they are incomplete if another process is gone, or an empty string."""
         source = pickle.loads(message)
         if isinstance(source, BroadcastWeights):
-            source = replace(source, member=source.member.shifted(self.rank))
+            source = replace(source, member=replace(source.member, rank=source.member.rank + self.rank))
         try:
             with contextlib.closing(source.tensors()) as named:
                 self.reload_weights(weights_iterator=_copies(named))
