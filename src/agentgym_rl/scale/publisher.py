@@ -173,10 +173,8 @@ class Publisher:
         for index in lost:
             count = self._deaths[index] = self._deaths.get(index, 0) + 1
             if count >= MAX_DEATHS:
-                why = await self._link.failure_of(index)
-                raise EngineError(
-                    f"engine {index} died {count} times in a row while loading weights, last error: {why}"
-                )
+                why = await self._link.call_state("failure", f"engine {index}")
+                raise EngineError(f"engine {index} died {count} times in a row while loading weights: {why}")
         return ways, lost
 
     async def _ask(self, engines: Sequence[int], method: str) -> tuple[dict[int, Any], list[int]]:
@@ -261,7 +259,7 @@ class Publisher:
             calls = {
                 i: link.start_on_engine(i, "load", make(version), version, probes[0]) for i, make in sources.items()
             }
-        ranks = asyncio.create_task(link.results_of([*probes, *sends]))
+        ranks = asyncio.create_task(self._results(probes, sends))
         loads = {i: asyncio.create_task(self._loaded(i, call, version)) for i, call in calls.items()}
         pending: set[asyncio.Task[Any]] = {ranks, *loads.values()}
         reports, deadline = dict[str, str](), float("inf")
@@ -273,7 +271,7 @@ class Publisher:
                     break
                 errors = any(task.exception() for task in done)
                 if ranks in done and not errors:
-                    reports = {name: why for failed in ranks.result()[learners:] for name, why in failed.items()}
+                    reports = {name: why for failed in ranks.result() for name, why in failed.items()}
                 if errors or reports:
                     deadline = min(deadline, time.monotonic() + REPORT_TIMEOUT_S)
                 if group and (errors or reports or any(load in done and not load.result() for load in loads.values())):
@@ -291,6 +289,10 @@ class Publisher:
             for task in (ranks, *loads.values()):
                 task.cancel()
             await asyncio.gather(ranks, *loads.values(), return_exceptions=True)
+
+    async def _results(self, probes: list[Any], sends: list[Any]) -> list[dict[str, str]]:
+        await self._link.results_of(probes)
+        return await self._link.results_of(sends)
 
     async def _loaded(self, index: int, call: Any, version: int) -> bool | None:
         """Return whether the engine has exactly these weights, or None if it died."""
