@@ -3,12 +3,10 @@
     python benchmarks/handover.py [--model qwen2.5-1.5b | smollm2-135m | tiny] [--versions 5] [--out FILE]
 
 The state has the model's shape in bfloat16, on the CUDA device if there is one, else on the host.
-`node`: engines on the learner's node map host memory that the learner writes.
-`ipc`: an engine on the learner's device opens buckets through CUDA IPC (on a CPU: shared memory). Sender and reader
-work at the same time, so there is one number for both.
-`buckets`: engines on other nodes, without the network. The learner cuts buckets, one copy stands for the object store,
-and the engine writes them to host memory for vLLM's worker.
-The reader is a separate process. It copies everything into its own tensors, which must equal the learner's.
+`ipc`: an engine on the learner's device opens buckets through CUDA IPC (on a CPU: shared memory).
+`broadcast`: the learner broadcasts buckets over gloo, because NCCL refuses two processes on one device.
+Sender and reader work at the same time, so there is one number for both. The reader is a separate process. It copies
+everything into its own tensors, which must equal the learner's.
 """
 
 from __future__ import annotations
@@ -22,16 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm_weights import BUCKET_BYTES, Store, make_model
+import torch.distributed as dist
+from vllm_weights import BUCKET_BYTES, make_model
 
-from agentgym_rl.transport import host_memory
-from agentgym_rl.transport.buckets import Staging, buckets, load_buckets, load_device_weights
-from agentgym_rl.transport.device import DeviceWeights, open_endpoint, send_weights
-from agentgym_rl.transport.host_memory import HostMemories, HostMemory, HostWeights
+from agentgym_rl.agent.engines.native.adapter import load_tensors
+from agentgym_rl.transport import broadcast, device
+from agentgym_rl.transport.broadcast import BroadcastWeights, Member
+from agentgym_rl.transport.device import DeviceWeights, open_endpoint
 
 State = dict[str, torch.Tensor]
-Send = Callable[[State], dict[str, float]]
-"""Sends a state to the reader, which reports its own time, and returns the seconds of the sender's parts."""
+Send = Callable[[State, int], None]
+"""Sends a version of a state to the reader, which reports the time."""
 
 
 def make_state(name: str, device: str) -> State:
@@ -52,83 +51,63 @@ def run_reader(connection: Any, device: str) -> None:
     own: State = {n: torch.zeros(s, dtype=torch.bfloat16, device=device) for n, s in connection.recv().items()}
     while True:
         try:
-            weights: HostWeights | DeviceWeights | None = connection.recv()
+            weights: BroadcastWeights | DeviceWeights | None = connection.recv()
         except EOFError:
             return
         if weights is None:
             connection.send(open_endpoint())
             continue
         started = time.perf_counter()
-        if isinstance(weights, DeviceWeights):
-            load_device_weights(own, weights)
-        else:
-            with weights.locked() as held:
-                load_buckets(own, [held])
-        connection.send((time.perf_counter() - started, checksum(own), host_memory.page_lock_error()))
+        load_tensors(own, weights.tensors())
+        connection.send((time.perf_counter() - started, checksum(own)))
 
 
-def by_host_memory(engine: Any) -> Send:
-    memories = HostMemories()
-
-    def send(state: State) -> dict[str, float]:
-        started = time.perf_counter()
-        weights = memories.fill(state.items())
-        engine.send(weights)
-        if weights.page_lock_error:
-            print(weights.page_lock_error)
-        return {"write": time.perf_counter() - started}
-
-    return send
+def require_sent(failed: dict[str, str]) -> None:
+    for why in failed.values():
+        raise SystemExit(f"the engine did not get them: {why}")
 
 
 def by_ipc(engine: Any) -> Send:
-    def send(state: State) -> dict[str, float]:
+    def send(state: State, version: int) -> None:
         engine.send(None)
         endpoint = engine.recv()
-        engine.send(DeviceWeights(endpoint, 0))
-        for why in send_weights(state.items(), 0, [endpoint], BUCKET_BYTES).values():
-            raise SystemExit(f"the engine did not get them: {why}")
-        return {}
+        engine.send(DeviceWeights(endpoint, version))
+        require_sent(device.send_weights(state.items(), version, [endpoint], BUCKET_BYTES))
 
     return send
 
 
-def by_buckets(engine: Any) -> Send:
-    memory, staging, store = HostMemory(), Staging(), Store()
+def by_broadcast(engine: Any) -> Send:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    def send(state: State) -> dict[str, float]:
-        started = time.perf_counter()
-        cut = buckets(state.items(), BUCKET_BYTES, staging=staging)
-        stored = [store.put(number, bucket) for number, bucket in enumerate(cut)]
-        cut_at = time.perf_counter()
-        weights = memory.fill(pair for bucket in stored for pair in bucket.tensors())
-        engine.send(weights)
-        return {"cut": cut_at - started, "put": time.perf_counter() - cut_at}
+    def send(state: State, version: int) -> None:
+        address = f"127.0.0.1:{store.port}"
+        sender, receiver = (Member("group", address, rank, 2, 1, "gloo", is_new=version == 0) for rank in range(2))
+        engine.send(BroadcastWeights(receiver, version))
+        require_sent(broadcast.send_weights(state.items(), sender, version, BUCKET_BYTES))
 
     return send
 
 
-def measure(state: State, device: str, versions: int, make_send: Callable[[Any], Send]) -> list[dict[str, float]]:
+def measure(state: State, kind: str, versions: int, make_send: Callable[[Any], Send]) -> list[float]:
     context = multiprocessing.get_context("spawn")
     engine, reader_end = context.Pipe()
-    reader = context.Process(target=run_reader, args=(reader_end, device), daemon=True)
+    reader = context.Process(target=run_reader, args=(reader_end, kind), daemon=True)
     reader.start()
     reader_end.close()
     engine.send({name: tensor.shape for name, tensor in state.items()})
     send, rows = make_send(engine), []
-    for _ in range(versions):
+    for version in range(versions):
         for tensor in state.values():
             tensor.mul_(-1.5)
-        if device == "cuda":
+        if kind == "cuda":
             torch.cuda.synchronize()
-        seconds = send(state)
-        seconds["read"], received, refused = engine.recv()
+        send(state, version)
+        seconds, received = engine.recv()
         if received != checksum(state):
             raise SystemExit(
                 f"the reader's checksum is {received}, the learner's {checksum(state)}: they must be equal"
             )
-        if refused:
-            print(refused)
         rows.append(seconds)
     engine.close()
     reader.join(60)
@@ -141,17 +120,15 @@ def main() -> None:
     parser.add_argument("--versions", type=int, default=5)
     parser.add_argument("--out", type=Path, help="write the results as JSON")
     options = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    state = make_state(options.model, device)
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    state = make_state(options.model, kind)
     size = sum(tensor.numel() * tensor.element_size() for tensor in state.values()) / 1e9
-    print(f"{options.model}, {size:.3g} GB, bfloat16, {device}")
-    results: dict[str, Any] = {"model": options.model, "gigabytes": size, "device": device}
-    for name, make_send in (("ipc", by_ipc), ("node", by_host_memory), ("buckets", by_buckets)):
-        results[name] = measure(state, device, options.versions, make_send)
-        for version, row in enumerate(results[name]):
-            parts = "  ".join(f"{part} {seconds:.3f} s" for part, seconds in row.items())
-            total = sum(row.values())
-            print(f"{name:8} version {version}   {total:.3f} s  {size / total:5.1f} GB/s   {parts}", flush=True)
+    print(f"{options.model}, {size:.3g} GB, bfloat16, {kind}")
+    results: dict[str, Any] = {"model": options.model, "gigabytes": size, "device": kind}
+    for name, make_send in (("ipc", by_ipc), ("broadcast", by_broadcast)):
+        results[name] = measure(state, kind, options.versions, make_send)
+        for version, seconds in enumerate(results[name]):
+            print(f"{name:9} version {version}   {seconds:.3f} s  {size / seconds:5.1f} GB/s", flush=True)
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(results, indent=2) + "\n")

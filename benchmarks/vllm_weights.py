@@ -7,11 +7,11 @@ Weights are random, in the model's shape. Each update changes every tensor and m
 far as engine and learner may differ. The check that the engine has the learner's bits is part of the time. A step is a
 rollout (two turns per episode: prompts of 256 tokens, replies of 64) and a plain forward and backward pass over its
 tokens; updates are also given as shares of a step. `memory` shares the state of this process (CUDA IPC). The others are
-those of a cluster: `ipc` if a rank and an engine share a device (buckets through CUDA IPC), `node` if they share a
-node, `buckets` otherwise. The first two updates of each allocate buffers, so results are medians of the rest. On CUDA
-vLLM also sleeps: its memory before, during and after, and the change of log-probabilities. Adapters need an engine
-that reserves memory for them, so they come last, on an eager engine. On a CPU everything runs in float32, CUDA IPC is
-replaced by shared memory, and vLLM does not sleep.
+those of a cluster: `ipc` if a rank and an engine share a device (buckets through CUDA IPC), `broadcast` otherwise
+(over gloo here, because NCCL refuses two processes on one device). The first two updates of each allocate buffers, so
+results are medians of the rest. On CUDA vLLM also sleeps: its memory before, during and after, and the change of
+log-probabilities. Adapters need an engine that reserves memory for them, so they come last, on an eager engine. On a
+CPU everything runs in float32, CUDA IPC is replaced by shared memory, and vLLM does not sleep.
 
 Differences between engine and learner are reported at the start, after the first update each way, and after a sleep:
 for a reply's first token (prefill) and later ones (decoded, with CUDA graphs unless `--eager`), for the first turn and
@@ -26,6 +26,7 @@ import argparse
 import asyncio
 import copy
 import importlib.util
+import itertools
 import json
 import os
 import statistics
@@ -37,20 +38,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
+import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from agentgym_rl.agent.engines.native import NativeEngine
+from agentgym_rl.agent.engines.native.adapter import load_tensors
 from agentgym_rl.agent.engines.vllm import Probe, VllmEngine, probe_model
 from agentgym_rl.agent.engines.vllm.probe import TOLERANCE
 from agentgym_rl.agent.engines.vllm.requirements import require_vllm
 from agentgym_rl.errors import EngineError
 from agentgym_rl.run.backend_vllm import VllmAdapter
 from agentgym_rl.scale.process_group import whole_state
-from agentgym_rl.transport.buckets import Bucket, NativeAdapter, Staging, buckets
+from agentgym_rl.transport import broadcast
+from agentgym_rl.transport.broadcast import BroadcastWeights, Member
+from agentgym_rl.transport.buckets import wait_for_copies
 from agentgym_rl.transport.device import DeviceWeights, send_weights
-from agentgym_rl.transport.host_memory import HostMemories
 from agentgym_rl.types import Sampling
 
 PROMPT_TOKENS, NEW_TOKENS, TURNS = 256, 64, 2
@@ -58,7 +61,7 @@ CONTEXT = TURNS * (PROMPT_TOKENS + NEW_TOKENS)
 PASS_TOKENS = 8192
 """Tokens of one forward and backward pass."""
 BUCKET_BYTES = 256 << 20
-WAYS = ("files", "memory", "ipc", "node", "buckets")
+WAYS = ("files", "memory", "ipc", "broadcast")
 COMPARED = 8
 """Episodes whose log-probabilities are compared."""
 FACTOR, NORM_FACTOR = 1.03125, 1.5
@@ -114,20 +117,6 @@ def change(model: Any, back: bool) -> None:
     for name, parameter in model.named_parameters():
         factor = NORM_FACTOR if name == "model.norm.weight" else FACTOR
         parameter.mul_(1 / factor if back else factor)
-
-
-class Store:
-    """A minimal object store: `put` copies a bucket into memory that is reused."""
-
-    def __init__(self) -> None:
-        self._buffers: list[numpy.ndarray] = []
-
-    def put(self, number: int, bucket: Bucket) -> Bucket:
-        if number == len(self._buffers):
-            self._buffers.append(bucket.data.copy())
-        buffer = self._buffers[number]
-        buffer[:] = bucket.data
-        return Bucket(bucket.entries, buffer)
 
 
 class Moves:
@@ -251,7 +240,9 @@ async def updates(
     differ: Callable[[str, Report], None],
 ) -> Report:
     """Seconds of each way, of a rollout, and of a pass over it. Tells `differ` how far apart engine and learner are."""
-    adapter, memories, staging, store = VllmAdapter(engine), HostMemories(), Staging(), Store()
+    adapter = VllmAdapter(engine)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    groups = itertools.count()
 
     async def by_folder() -> None:
         model.save_pretrained(root / "new")
@@ -260,17 +251,17 @@ async def updates(
     async def in_memory() -> None:
         await engine.update_weights(model.state_dict(), engine.version + 1, probe=probe_model(model))
 
-    async def in_buckets() -> None:
-        """As on a cluster, but for the network: the learner's rank cuts, the engine's adapter puts together."""
-        cut = buckets(whole_state(model), BUCKET_BYTES, staging=staging)
-        stored = [store.put(number, bucket) for number, bucket in enumerate(cut)]
-        note(await adapter.load(stored, engine.version + 1, probe_model(model)))
-
-    async def on_the_node() -> None:
-        """Update as on a cluster of one node: the rank writes host memory, vLLM's worker maps it."""
-        weights = memories.fill(whole_state(model))
-        note(weights.page_lock_error)
-        note(await adapter.load([weights], engine.version + 1, probe_model(model)))
+    async def by_broadcast() -> None:
+        """Update as on a cluster: the rank broadcasts buckets. The group of the first update is used again."""
+        version, is_new = engine.version + 1, next(groups) == 0
+        address, probe = f"127.0.0.1:{store.port}", probe_model(model)
+        sender, receiver = (Member("group", address, rank, 2, 1, "gloo", is_new) for rank in range(2))
+        sending = asyncio.create_task(
+            asyncio.to_thread(broadcast.send_weights, whole_state(model), sender, version, BUCKET_BYTES)
+        )
+        await adapter.load(BroadcastWeights(receiver, version), version, probe)
+        if failed := await sending:
+            raise RuntimeError(f"vLLM did not get the weights: {failed}")
 
     async def on_the_device() -> None:
         """Update as on a shared device: the rank shares its buckets, vLLM's worker copies them."""
@@ -284,10 +275,6 @@ async def updates(
             raise RuntimeError(f"vLLM did not get the weights: {failed}")
         await loading
 
-    def note(remark: str) -> None:
-        if remark and remark not in remarks:
-            remarks.append(remark)
-
     async def play() -> None:
         await rollout(engine, options.episodes, Sampling(NEW_TOKENS, seed=0))
 
@@ -297,9 +284,8 @@ async def updates(
     differ("at the start", await compare(model, engine, options.episodes))
     await play()  # warm-up
     await passes()
-    functions = (by_folder, in_memory, on_the_device, on_the_node, in_buckets)
+    functions = (by_folder, in_memory, on_the_device, by_broadcast)
     ways: dict[str, Work] = dict(zip(WAYS, functions, strict=True))
-    remarks: list[str] = []
     seconds: dict[str, list[float]] = {name: [] for name in (*ways, "rollout", "learn")}
     moves, back = Moves(engine, probe_model(model)), False
     await moves.begin()
@@ -321,7 +307,6 @@ async def updates(
         "new_tokens_per_s": new_tokens / results["rollout"],
         "prompt_tokens_reused": stats["prompt_tokens_reused"] / stats["prompt_tokens"],
         "moved_least": moves.least,
-        "remarks": remarks,
     }
 
 
@@ -343,15 +328,18 @@ async def sleeping(engine: VllmEngine, token_ids: list[int]) -> Report:
 
 
 async def native(model: Any, options: argparse.Namespace) -> Report:
-    """The project's own engine: weights in place from buckets, and its distance from the learner."""
-    adapter = NativeAdapter(NativeEngine(model, max_sessions=options.episodes, max_context=CONTEXT), model)
+    """The project's own engine: its distance from the learner, and a copy of the weights in place."""
+    engine = NativeEngine(model, max_sessions=options.episodes, max_context=CONTEXT)
+    state = {name: tensor.clone() for name, tensor in whole_state(model)}
     seconds = []
-    for version in range(1, options.rounds + 1):
-        made = list(buckets(whole_state(model), BUCKET_BYTES))
-        seconds.append(await timed(adapter.load(made, version)))
-    found = await compare(model, adapter.engine, options.episodes)
-    await adapter.engine.close()
-    return {"load_buckets_s": statistics.median(seconds), "differences": found}
+    for _ in range(options.rounds):
+        started = time.perf_counter()
+        load_tensors(model.state_dict(), (pair for pair in state.items()))
+        wait_for_copies()
+        seconds.append(time.perf_counter() - started)
+    found = await compare(model, engine, options.episodes)
+    await engine.close()
+    return {"load_s": statistics.median(seconds), "differences": found}
 
 
 async def adapters(model: Any, root: Path, arguments: dict[str, Any], rounds: int) -> Report:
@@ -392,8 +380,6 @@ def print_updates(results: Report) -> None:
     reused = f"{results['prompt_tokens_reused']:.0%} of prompts found in the cache"
     print(f"rollout      {seconds['rollout']:8.2f} s   {results['new_tokens_per_s']:,.0f} new tokens/s, {reused}")
     print(f"learn        {seconds['learn']:8.2f} s   forward and backward over the rollout's tokens")
-    for remark in results["remarks"]:
-        print(remark)
     for name in WAYS:
         rate, first = results["gigabytes"] / seconds[name], results["each"][name][0]
         share = seconds[name] / (step + seconds[name])

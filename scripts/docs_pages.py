@@ -289,8 +289,6 @@ def vllm_weights() -> str:
     names = {
         "memory": "CUDA IPC, in one process",
         "ipc": "CUDA IPC from the learner's process, as `[scale]` does if both share a GPU",
-        "node": "memory of the node, as `[scale]` does on one machine",
-        "buckets": "buckets, as on a cluster",
         "files": "a folder",
     }
     seconds = found["seconds"]

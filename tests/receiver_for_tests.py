@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from processes_for_tests import beside
 
+from agentgym_rl.agent.engines.native.adapter import load_tensors
 from agentgym_rl.errors import EngineError
-from agentgym_rl.transport.buckets import load_device_weights
 from agentgym_rl.transport.device import DeviceWeights, Endpoint, open_endpoint
 
 ANSWER_TIMEOUT_S = 120.0
@@ -71,7 +71,7 @@ def _serve(connection: Any, device: str) -> None:
             continue
         weights, own.dies_at = command
         try:
-            load_device_weights(own, weights)
+            load_tensors(own, weights.tensors())
         except EngineError as error:
             connection.send(str(error))
             continue

@@ -34,7 +34,7 @@ from agentgym_rl.scale.resource_plan import Plan
 from agentgym_rl.scale.routing import SessionRouter
 from agentgym_rl.training.scratch import build_model
 from agentgym_rl.training.settings import ScratchSettings
-from agentgym_rl.transport.device import DEVICE_WEIGHTS_VARIABLE, DeviceWeights, Endpoint, open_endpoint
+from agentgym_rl.transport.device import DEVICE_WEIGHTS_VARIABLE, Endpoint, open_endpoint
 from agentgym_rl.types import Sampling
 
 ray = pytest.importorskip("ray")
@@ -69,11 +69,14 @@ class RecordingAdapter:
 
     died = False
 
+    async def start(self) -> None:
+        return None
+
     async def load(self, source: Any, version: int, probe: Any = None) -> None:
         if version == 2 and not ray.get_runtime_context().was_current_actor_reconstructed:
             self.died = True
             raise EngineError("its own processes are gone")
-        ((name, tensor),) = source[0].tensors()
+        ((name, tensor),) = source.tensors()
         self.notes.append(f"{name} {tensor.tolist()} of version {version} with {probe}")
         self.engine.version = version
 
@@ -101,8 +104,8 @@ class SendingRank(Rank):
             yield str(number), torch.full((1000,), self._value + number)  # 4,000 bytes
 
 
-class DeviceAdapter(RecordingAdapter):
-    """Dies in the middle of the first transfer on the device, while a file does not exist."""
+class SentAdapter(RecordingAdapter):
+    """Dies in the middle of a transfer, while a file does not exist."""
 
     def __init__(self, once: Path) -> None:
         super().__init__()
@@ -113,16 +116,15 @@ class DeviceAdapter(RecordingAdapter):
         return open_endpoint()
 
     async def load(self, source: Any, version: int, probe: Any = None) -> None:
-        sent = isinstance(source, DeviceWeights)
-        pairs = source.tensors() if sent else (pair for bucket in source for pair in bucket.tensors())
+        self.engine.version = -1
         values = []
-        for name, tensor in pairs:
+        for name, tensor in source.tensors():
             values.append(f"{name}={tensor[0]:g}")
             assert (tensor == tensor[0]).all()
             del tensor
-            if sent and name == "1":
+            if name == "1":
                 die_unless(self._once)
-        self.notes.append(f"{' '.join(values)} {'sent' if sent else 'read'} as version {version} with {probe}")
+        self.notes.append(f"{' '.join(values)} as version {version} with {probe}")
         self.engine.version = version
 
 
@@ -264,45 +266,59 @@ async def test_an_engine_sleeps_while_its_learner_works_and_restarts_after_its_d
 
 
 @pytest.mark.long
-async def test_ranks_send_to_engines_on_their_device_and_a_dead_engine_is_restarted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("way", ["device", "broadcast"])
+async def test_an_engine_that_dies_in_a_transfer_is_restarted_and_sent_the_weights(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(DEVICE_WEIGHTS_VARIABLE, "always")
-    app = await started(
-        plan(), partial(DeviceAdapter, tmp_path / "once"), make_rank=partial(SendingRank, tmp_path / "deadly")
-    )
+    monkeypatch.setenv(DEVICE_WEIGHTS_VARIABLE, "always" if way == "device" else "never")
+    once, deadly = tmp_path / "once", tmp_path / "deadly"
+    app = await started(plan(senders=2), partial(SentAdapter, once), make_rank=partial(SendingRank, deadly))
     try:
-        (tmp_path / "once").touch()
-        assert await app.weights.publish(0) == "on the device that each shares with a learner"
-        await app.weights._full_copy
-        assert (await app.state.published.remote()).host is not None, "for an engine that is started again"
+        once.touch()
+        assert (
+            await app.weights.publish(0)
+            == {
+                "device": "on the device that each shares with a learner",
+                "broadcast": "as a broadcast of 2 learners over gloo",
+            }[way]
+        )
         await asyncio.to_thread(app.sleep_engines)
         await asyncio.to_thread(app.on_all, "learn")
-        (tmp_path / "once").unlink()
+        once.unlink()
         await app.weights.publish(1)  # one of the engines, whichever came first, dies in the middle of it
-        (lost,) = app.weights.outdated
-        await app.wait_for_engine(lost)
-        said = await app.engines[lost].generate.remote([1], Sampling(4), "a", 1)
-        assert said.version == 1
-        await app.weights.outdated[lost]
+        await asyncio.gather(*app.weights.outdated.values())
+        said = await asyncio.gather(*(engine.generate.remote([1], Sampling(4), "a", 1) for engine in app.engines))
+        assert [completion.version for completion in said] == [1, 1]
         await asyncio.to_thread(app.on_all, "learn")
         await app.weights.publish(2)
-        sent = [f"0={v} 1={v + 1} 2={v + 2} 3={v + 3} sent as version {v} with a probe" for v in range(3)]
-        every = await notes(app)
-        assert every[lost] == [sent[1].replace("sent", "read"), "open_endpoint", sent[2]]
-        assert every[1 - lost] == [
-            "open_endpoint",
-            sent[0],
-            "sleep",
-            "open_endpoint",
-            sent[1],
-            "open_endpoint",
-            sent[2],
-        ]
+        sent = [f"0={v} 1={v + 1} 2={v + 2} 3={v + 3} as version {v} with a probe" for v in range(3)]
+        every = [[note for note in taken if note != "open_endpoint"] for taken in await notes(app)]
+        assert sorted(every, key=len) == [sent[1:], [sent[0], "sleep", *sent[1:]]]
         assert [event["kind"] for event in await app.events()] == ["engine_lost", "engine_started"]
-        (tmp_path / "deadly").touch()
+        deadly.touch()
         with pytest.raises(WorkerLost, match="learner rank 1 of 2 died: run the same command with --resume"):
             await app.weights.publish(3)
+    finally:
+        await app.close()
+
+
+@pytest.mark.long
+async def test_an_engine_lost_while_ranks_learn_gets_the_next_version_when_they_have_learned(tmp_path: Path) -> None:
+    """Ranks hold no copy of the version before, so that the engine has their weights before they are published."""
+    (tmp_path / "once").touch()
+    of = plan(layout="disaggregated", senders=2)
+    app = await started(of, partial(SentAdapter, tmp_path / "once"), make_rank=partial(SendingRank, tmp_path / "no"))
+    try:
+        await app.weights.publish(0)
+        os.kill(await app.engines[0].pid.remote(), signal.SIGKILL)
+        await app.wait_for_all("learn")
+        await app.wait_for_engine(0)
+        early = await app.engines[0].generate.remote([1], Sampling(4), "a", 0)
+        other = await app.engines[1].generate.remote([1], Sampling(4), "a", 0)
+        assert (early.version, other.version, app.weights.version) == (1, 0, 0)
+        await app.weights.publish(1)
+        last = "0=1 1=2 2=3 3=4 as version 1 with a probe"
+        assert await notes(app) == [[last, last], ["0=0 1=1 2=2 3=3 as version 0 with a probe", last]]
     finally:
         await app.close()
 
@@ -311,11 +327,11 @@ async def test_ranks_send_to_engines_on_their_device_and_a_dead_engine_is_restar
 async def test_an_engine_that_dies_at_every_load_ends_the_run_with_the_cause() -> None:
     app = await started(plan(learners=1, engines=1), DyingAdapter)
     try:
-        assert await app.weights.publish(0) == "through 1.28e-07 GB of host memory that all engines map"
+        assert await app.weights.publish(0) == "as a broadcast of the first learner over gloo"
         await app.weights.publish(1)  # it is down, and may come back
         while not app.weights.outdated[0].done():
             await asyncio.wait([app.weights.outdated[0]])
-        why = "engine 0: gave up: it died 3 times in a row while loading weights, last error: its worker ran out"
+        why = "engine 0 died 3 times in a row while loading weights: its worker ran out"
         for call in (app.play(None, 1), app.weights.publish(2)):
             with pytest.raises(EngineError, match=why):
                 await call
@@ -332,10 +348,8 @@ async def test_a_call_to_a_dead_shared_state_ends_the_run(tmp_path: Path) -> Non
         (tmp_path / "group").touch()
         assert await app.play(tmp_path / "group", 1)
         os.kill(await app.state.pid.remote(), signal.SIGKILL)
-        newer = await app.learners[0].put_weights.remote(1, 1 << 20, True)
         for call in (
             app.weights.publish(1),
-            app.weights._load(0, newer),
             app.play(tmp_path / "group", 1),
             app.events(),
         ):
@@ -364,10 +378,11 @@ async def test_a_death_long_after_a_call_started_does_not_end_the_run(
         app.plan = replace(of, worker_timeout_s=0.0)  # since the call began that is over, whenever a worker dies
         assert await app.play(tmp_path / "group", 1), "by whoever is alive"
         engines = ray_app.RemoteEngine(app.engines, app.state, timeout_s=0.0)
-        # Version 1 is published while no engine can be reached, and asked for by who can reach them.
-        await app.state.publish.remote(await app.learners[0].put_weights.remote(1, 1 << 20, True))
+        # Version 1 is asked for before it is published.
+        later = asyncio.create_task(engines.at_least(1).generate([1], Sampling(4), "a"))
         assert (await engines.generate([1], Sampling(4), "a")).version == 0
-        assert (await engines.at_least(1).generate([1], Sampling(4), "a")).version == 1
+        await app.weights.publish(1)
+        assert (await later).version == 1
         assert (await engines.generate([0], Sampling(4), "a")).token_ids == [7, 8]
         monkeypatch.setattr(ray_app, "MAX_DEATHS", 1)
         (tmp_path / "prompt").unlink()

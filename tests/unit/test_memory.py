@@ -176,8 +176,8 @@ def test_a_vllm_over_several_devices_has_a_part_of_weights_and_heads_on_each() -
     # More devices than key/value heads: each has one of them, whole.
     cache = replace(demand, cache_bytes=1, tensor_parallel=8)
     assert engine_memory(cache, 80 * GIB).problem == engine_memory(replace(cache, tensor_parallel=16), 80 * GIB).problem
-    nodes = on_each_host(replace(demand, engines=4, tensor_parallel=4), 8)
-    assert "copies of 2 vLLMs" in nodes["host of engines, running"].parts
+    nodes = on_each_host(replace(demand, engines=4, tensor_parallel=4, colocated=True), 8)
+    assert "2 sleeping vLLMs" in nodes["host, running"].parts
 
 
 @pytest.mark.parametrize(
@@ -231,29 +231,28 @@ def test_a_warm_start_is_sharded_like_a_learner_and_has_its_own_passes() -> None
     assert cpu["host, warm start"].total == 8 * warm_start_memory(replace(eight, gpu=False)).total
 
 
-def test_hosts_read_the_files_once_and_copy_weights_for_every_remote_vllm() -> None:
+def test_hosts_read_the_files_once_and_hold_no_weights_that_are_sent() -> None:
     apart = Demand(SHAPES["32B"], 2, learners=32, engines=8, distributed=True, colocated=False, reference=True)
     count = SHAPES["32B"].count
     found = on_each_host(apart, 8)
     assert found["host of learners, loading"].total == 2 * count < 1.3 * 2 * count
-    share = 2 * count // 4  # the ranks of a node write a quarter of the model
-    assert found["host of learners, running"].total == 2 * 2 * count + share
-    assert found["host of engines, running"].total == 2 * 2 * count
-    vllm = on_each_host(replace(apart, engine="vllm"), 8)
-    assert vllm["host of engines, running"].total == 2 * 2 * count + 8 * 2 * count
-    machine = on_each_host(replace(apart, engine="vllm"), 40)
-    assert machine["host, running"].total == 3 * 2 * count, "on one node workers map what the learner shares"
+    assert found["host of learners, running"].total == 2 * count // 4, "a quarter of the ranks write a quarter"
+    assert on_each_host(replace(apart, engine="vllm"), 40)["host, running"].total == 2 * count
+    largest = 2 * SHAPES["32B"].vocabulary * SHAPES["32B"].hidden
+    assert on_each_device(apart)["engine"].parts["weights on their way"] == largest
+    vllm = on_each_device(replace(apart, engine="vllm", memory_share=0.9), 141 * GIB)["engine"]
+    assert vllm.parts["weights on their way"] == 3 * largest
     pairs = replace(apart, learners=8, colocated=True)
     assert on_each_host(pairs, 4)["host, loading"].total == 2 * count
     on_cpus = on_each_host(replace(pairs, gpu=False), 4)["host, loading"].total
     assert on_cpus == (2 * 4 // 8 + 2 * 4) * count + 8 * LOADING_BYTES, "half of the ranks' shards, four engines"
     sleeping = on_each_host(replace(pairs, engine="vllm"), 8)["host, running"]
     assert sleeping.parts["8 sleeping vLLMs"] == 8 * 2 * count
-    assert sleeping.total == (3 + 8) * 2 * count, "pairs on one node: workers map what the learner shares"
+    assert sleeping.total == (1 + 8) * 2 * count
     two_nodes = on_each_host(replace(pairs, engine="vllm"), 4)["host, running"]
-    assert two_nodes.total == (2 + 4 + 4) * 2 * count + count, "half of the ranks hold half of a checkpoint"
-    assert on_each_host(pairs, 8)["host, running"].total == 3 * 2 * count
-    assert not table(found, 100 * GIB)[1]
+    assert two_nodes.total == 4 * 2 * count + count, "half of the ranks hold half of a checkpoint"
+    assert on_each_host(pairs, 8)["host, running"].total == 2 * count
+    assert not table(found, 50 * GIB)[1]
     assert table(found, None)[1], "not known to be too large"
     machine = on_each_host(replace(pairs, gpu=False), 8)["host, running"]
     assert machine.parts["8 ranks"] == 8 * learner_memory(replace(pairs, gpu=False)).total
@@ -356,8 +355,7 @@ def test_the_guide_says_what_the_code_says(tmp_path: Path) -> None:
     hosts = {kind: f"{memory.total / GIB:,.0f} GiB" for kind, memory in on_each_host(thousand, 8).items()}
     assert f"{hosts['host of learners, loading']} of memory for a node of 8 ranks" in flat
     assert f"{hosts['host of learners, running']} afterwards. Engine nodes" in flat
-    assert f"need {hosts['host of engines, loading']} while they load" in flat
-    assert f"and {hosts['host of engines, running']} afterwards." in flat
+    assert f"need {hosts['host of engines, loading']} while they load." in flat
 
 
 OF_A_PASS = ("gathered", "whole gradients", "summed gradients")

@@ -23,10 +23,10 @@ from training_for_tests import tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from agentgym_rl.agent.engines.native import NativeEngine
+from agentgym_rl.agent.engines.native.adapter import NativeAdapter, load_tensors
 from agentgym_rl.errors import EngineError
 from agentgym_rl.scale.process_group import ProcessRanks, whole_state
 from agentgym_rl.transport import device
-from agentgym_rl.transport.buckets import NativeAdapter, load_device_weights
 from agentgym_rl.transport.device import DeviceWeights, Endpoint, device_id, open_endpoint, send_weights
 from agentgym_rl.types import Sampling
 
@@ -110,7 +110,7 @@ async def test_a_native_engine_samples_with_device_weights_and_a_tied_head_is_se
     endpoint = await adapter.open_endpoint()
     sending = asyncio.create_task(asyncio.to_thread(send_weights, whole_state(learner), 7, [endpoint], 1000))
     await asyncio.sleep(0)
-    assert await adapter.load(DeviceWeights(endpoint, 7), 7) == ""
+    await adapter.load(DeviceWeights(endpoint, 7), 7)
     assert await sending == {}
     assert torch.equal(model.lm_head.weight, learner.lm_head.weight)
     sampling = Sampling(6, temperature=1.0, seed=3)
@@ -224,7 +224,7 @@ def test_weights_that_do_not_fit_are_refused_and_the_sender_does_not_hang(
     )
     sender.start()
     with pytest.raises(EngineError, match=message):
-        load_device_weights(own, DeviceWeights(endpoint, 4))
+        load_tensors(own, DeviceWeights(endpoint, 4).tensors())
     sender.join(60)
     assert not sender.is_alive()
     assert bool(failed[0]) == ("missing" not in message)
@@ -253,7 +253,7 @@ def test_an_endpoint_serves_one_version_and_only_clients_with_its_key(monkeypatc
 
     others = threading.Thread(target=connect_as_others)
     others.start()
-    assert [(name, tensor.tolist()) for name, tensor in DeviceWeights(endpoint, 1).copies()] == [("a", [1.0] * 3)]
+    assert [(name, tensor.tolist()) for name, tensor in DeviceWeights(endpoint, 1).tensors()] == [("a", [1.0] * 3)]
     others.join(60)
     assert [list(names) for names in failed] == [[endpoint.name], []]
     with monkeypatch.context() as as_another_user:
@@ -330,7 +330,7 @@ def send_on_ranks(ranks: ProcessRanks, folder: Path) -> list[Any]:
             if broken:
                 own.pop("model.norm.weight")
             try:
-                load_device_weights(own, DeviceWeights(endpoint, version))
+                load_tensors(own, DeviceWeights(endpoint, version).tensors())
             except EngineError as error:
                 failed.append(str(error))
 
@@ -362,7 +362,7 @@ def test_a_learner_that_never_connects_times_out(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(device, "ANSWER_TIMEOUT_S", 0.05)
     weights = DeviceWeights(open_endpoint(), 3)
     with pytest.raises(EngineError, match="the learner with weights 3 did not connect within 0 s"):
-        load_device_weights({}, weights)
+        load_tensors({}, weights.tensors())
 
 
 def test_other_allocator_settings_survive_a_buffer(monkeypatch: pytest.MonkeyPatch) -> None:

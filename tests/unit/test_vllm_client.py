@@ -39,7 +39,6 @@ from agentgym_rl.run.collectors import engine_policies
 from agentgym_rl.run.preflight import require_engine
 from agentgym_rl.training.device.optimizer import make_optimizer
 from agentgym_rl.training.settings import OptimizerSettings
-from agentgym_rl.transport.host_memory import pack, unpack
 from agentgym_rl.types import Limits, Sampling
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -268,19 +267,6 @@ def test_a_missing_or_unsupported_vllm_is_reported_in_one_line(monkeypatch: pyte
     monkeypatch.setattr(requirements, "PACKAGES", ("torch",))
     with pytest.raises(EngineError, match=r"needs vLLM 0\.22 to 0\.32, found torch"):
         requirements.require_vllm()
-
-
-def test_weights_are_unchanged_through_shared_memory() -> None:
-    state = {
-        **make_model().state_dict(),
-        "half": torch.arange(6, dtype=torch.bfloat16).view(2, 3),
-        "one": torch.ones(()),
-    }
-    message, _kept = pack(state | {"none": torch.empty(0, 3)})
-    found = dict(unpack(message))
-    assert found.pop("none").shape == (0, 3)
-    assert found.keys() == state.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
 
 
 def test_a_probe_tells_weights_apart() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import torch
+import torch.distributed as dist
 from vllm_for_tests import SMALL, gap, greedy, prompt, scored, vllm_processes
 
 from agentgym_rl.agent.engines.native import NativeEngine
@@ -20,9 +21,9 @@ from agentgym_rl.run.backend_vllm import VllmAdapter
 from agentgym_rl.scale.process_group import whole_state
 from agentgym_rl.training.lora import add_adapter
 from agentgym_rl.training.settings import LoraSettings
-from agentgym_rl.transport.buckets import buckets
+from agentgym_rl.transport import broadcast
+from agentgym_rl.transport.broadcast import BroadcastWeights, Member
 from agentgym_rl.transport.device import DeviceWeights, device_id, send_weights
-from agentgym_rl.transport.host_memory import HostMemories
 from agentgym_rl.types import Sampling
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(1800)]
@@ -148,16 +149,25 @@ async def test_weights_are_also_loaded_from_memory(engine: Any, models: Any, voc
     ids = prompt(50, vocabulary)
     await engine.update_weights(models["C"].state_dict(), engine.version + 1, probe=probe_model(models["C"]))
     assert gap(models["C"], ids, await engine.generate(ids, Sampling(8, seed=1), "a")) < 1e-4
-    # As on a cluster of several nodes and of one. The memory is used again: later versions are written in place.
-    adapter, memories = VllmAdapter(engine), HostMemories()
-    for name in "BCAB":
-        state, probe = whole_state(models[name]), probe_model(models[name])
-        for arrived in (list(buckets(state, 20_000)), [memories.fill(whole_state(models[name]))]):
-            assert await adapter.load(arrived, engine.version + 1, probe) == ""
-            (found,) = await engine._llm.collective_rpc("agentgym_checksums", args=(probe.shapes,))
-            assert found["model.embed_tokens.weight"] == probe.checksums["model.embed_tokens.weight"]
-            assert gap(models[name], ids, await engine.generate(ids, Sampling(8, seed=1), "a")) < 1e-4
-    memories.close()
+
+
+async def test_weights_are_broadcast_by_another_process(engine: Any, models: Any, vocabulary: int) -> None:
+    """The worker joins the group of the first update, which is used again. A bucket has half of a layer."""
+    ids, adapter = prompt(50, vocabulary), VllmAdapter(engine)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for number, name in enumerate("BCAB"):
+        version, probe = engine.version + 1, probe_model(models[name])
+        common = ("group", f"127.0.0.1:{store.port}")
+        sender, receiver = (Member(*common, rank, 2, 1, "gloo", is_new=number == 0) for rank in range(2))
+        sending = asyncio.create_task(
+            asyncio.to_thread(broadcast.send_weights, whole_state(models[name]), sender, version, 20_000)
+        )
+        await adapter.load(BroadcastWeights(receiver, version), version, probe)
+        assert await sending == {}
+        (found,) = await engine._llm.collective_rpc("agentgym_checksums", args=(probe.shapes,))
+        assert found["model.embed_tokens.weight"] == probe.checksums["model.embed_tokens.weight"]
+        reply = await engine.generate(ids, Sampling(8, seed=1), "a")
+        assert (reply.version, gap(models[name], ids, reply) < 1e-4) == (version, True)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="models are on the CPU here, vLLM is on the device")
@@ -171,7 +181,7 @@ async def test_weights_are_sent_by_a_process_on_the_same_device(engine: Any, mod
         sending = asyncio.create_task(
             asyncio.to_thread(send_weights, whole_state(models[name]), version, [endpoint], 20_000)
         )
-        assert await adapter.load(DeviceWeights(endpoint, version), version, probe) == ""
+        await adapter.load(DeviceWeights(endpoint, version), version, probe)
         assert await sending == {}
         reply = await engine.generate(ids, Sampling(8, seed=1), "a")
         assert (reply.version, gap(models[name], ids, reply) < 1e-4) == (version, True)

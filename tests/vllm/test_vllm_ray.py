@@ -1,5 +1,5 @@
-"""Ray engine actors with vLLM: weights are sent by the rank on the same device, or read from host memory after a
-restart, and replies come through Ray's calls."""
+"""Ray engine actors with vLLM: weights are sent by the rank on the same device or broadcast, also after a restart, and
+replies come through Ray's calls."""
 
 from __future__ import annotations
 

@@ -191,8 +191,7 @@ class Config(Section):
         if self.engine.kind == "vllm" and self.scale is not None:
             if self.engine.weights == "files":
                 raise ValueError(
-                    "engine.weights = 'files': [scale] sends weights through memory of the node or Ray's object store, "
-                    "remove it"
+                    "engine.weights = 'files': [scale] sends weights on the device or by a broadcast, remove it"
                 )
             if self.engine.urls or self.engine.replicas > 1:
                 raise ValueError("[scale] starts vLLM itself: remove engine.urls and engine.replicas")

@@ -17,6 +17,8 @@ from typing import Any, Literal
 import torch
 from transformers import AutoTokenizer
 
+from agentgym_rl.agent.engines.base import EngineAdapter
+from agentgym_rl.agent.engines.native.adapter import NativeAdapter
 from agentgym_rl.agent.engines.vllm import Probe, probe_model
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.templates import resolve_template
@@ -46,7 +48,6 @@ from agentgym_rl.training.ranks import EmptyFirst, balanced_shares
 from agentgym_rl.training.reward_model import RewardTrainer, save_head
 from agentgym_rl.training.rl_learner import by_turn
 from agentgym_rl.training.settings import RLSettings, SFTSettings, TreeSettings
-from agentgym_rl.transport.buckets import EngineAdapter, NativeAdapter
 from agentgym_rl.types import CollectFrom, Group, Limits, Sample, Task
 
 SCORED_FIELDS = ("old_logprobs", "entropies", "reference_logprobs", "teacher_logprobs", "values", "last_value")
@@ -559,6 +560,7 @@ def plan_of(config: Config) -> Plan:
         bucket_mb=scale.bucket_mb,
         worker_timeout_s=scale.worker_timeout_s,
         devices_per_engine=config.engine.tensor_parallel,
+        senders=1 if config.model.lora is not None else scale.shard_ranks or scale.learners,
     )
     shares_device_memory(plan)  # raises for an unknown value
     return plan

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import shutil
 from collections.abc import Sequence
@@ -15,10 +14,11 @@ from agentgym_rl.agent.engines.base import Engine
 from agentgym_rl.agent.engines.replicas import Replicas
 from agentgym_rl.agent.engines.vllm import Probe, VllmEngine, VllmServer, probe_model
 from agentgym_rl.config import Config, EngineConfig
+from agentgym_rl.scale.process_group import untied_state
 from agentgym_rl.training.checkpoint import export
-from agentgym_rl.transport.buckets import WeightSource
+from agentgym_rl.transport.broadcast import BroadcastWeights
+from agentgym_rl.transport.buckets import WeightsInterrupted, WeightSource
 from agentgym_rl.transport.device import DeviceWeights, Endpoint
-from agentgym_rl.transport.host_memory import HostMemory, HostWeights
 
 
 class RunEngine(Engine, Protocol):
@@ -94,7 +94,7 @@ async def publish(
     """
     dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
     if settings.weights == "memory" and not settings.urls and not adapters:
-        await engine.update_weights(model.state_dict(), version, probe=probe_model(model, dtype))
+        await engine.update_weights(untied_state(model), version, probe=probe_model(model, dtype))
         return
     folder = weights_dir / f"weights_{version}"
     shutil.rmtree(folder, ignore_errors=True)
@@ -111,12 +111,12 @@ def _remove_other_versions(folder: Path) -> None:
 
 
 class VllmAdapter:
-    """A vLLM engine behind the interface through which transport/buckets.py sends weights."""
+    """A vLLM engine behind the interface through which weights are sent (EngineAdapter)."""
 
     def __init__(self, engine: Vllm) -> None:
         assert isinstance(engine, VllmEngine)
         self.engine = engine
-        self._memory: HostMemory | None = None
+        self._interrupted = False
 
     @property
     def version(self) -> int:
@@ -124,7 +124,11 @@ class VllmAdapter:
 
     @property
     def died(self) -> bool:
-        return self.engine.died
+        """Also after an interrupted update, which leaves vLLM's layers half loaded."""
+        return self.engine.died or self._interrupted
+
+    async def start(self) -> None:
+        await self.engine.start()
 
     async def sleep(self) -> None:
         # On a CPU there is no device memory to free, and an engine that was just replaced has none yet.
@@ -135,22 +139,14 @@ class VllmAdapter:
         await self.engine.wake()
 
     async def open_endpoint(self) -> Endpoint:
-        await self.engine.start()
         await self.engine.wake()
         return await self.engine.open_endpoint()
 
-    async def load(self, arrived: WeightSource, version: int, probe: Probe | None = None) -> str:
-        await self.engine.start()
+    async def load(self, source: WeightSource, version: int, probe: Probe | None = None) -> None:
+        assert isinstance(source, (DeviceWeights, BroadcastWeights))
         await self.engine.wake()
-        await self.engine.update_weights(await self._readable(arrived), version, probe=probe)
-        return self.engine.remark
-
-    async def _readable(self, arrived: WeightSource) -> HostWeights | DeviceWeights:
-        """Return weights that vLLM's workers can read. They cannot read Ray's memory."""
-        if isinstance(arrived, DeviceWeights):
-            return arrived
-        if isinstance(arrived[0], HostWeights):
-            return arrived[0]
-        self._memory = self._memory or HostMemory()
-        tensors = (pair for bucket in arrived for pair in bucket.tensors())
-        return await asyncio.to_thread(self._memory.fill, tensors)
+        try:
+            await self.engine.update_weights(source, version, probe=probe)
+        except WeightsInterrupted:
+            self._interrupted = True
+            raise

@@ -272,6 +272,8 @@ def on_each_device(d: Demand, device_bytes: int = 0) -> dict[str, Memory]:
     if not d.distributed:
         return devices | {"device": Memory(learners | engines, engine.problem, engine.budget)}
     if not d.colocated:
+        if d.gpu and engine.parts:
+            engine.parts["weights on their way"] = _in_transit_bytes(d)
         return devices | {"learner": learner} | ({"engine": engine} if engine.parts else {})
     sleeping = {name: size for name, size in engines.items() if name in ("engine weights", "engine process")}
     if d.engine == "vllm":
@@ -285,12 +287,12 @@ def on_each_device(d: Demand, device_bytes: int = 0) -> dict[str, Memory]:
 
 
 def _in_transit_bytes(d: Demand) -> int:
-    """Return the bytes of all simultaneous copies of the largest tensor while weights are sent. Frozen weights need no
-    gathering, except for vLLM, which receives them in float32 with merged adapters."""
+    """Return the bytes of all simultaneous copies of the largest tensor on an engine's device while weights are sent. A
+    learner on the device gathers it, unless it is frozen. vLLM receives merged adapters in float32."""
     largest = d.shape.vocabulary * d.shape.hidden
     gathered = d.dtype_bytes if d.trained is None else 4 if d.engine == "vllm" else 0
     buffer = max(_sent_bytes(d) * largest, d.bucket_bytes)
-    return largest * gathered + buffer + (2 * d.dtype_bytes * largest if d.engine == "vllm" else 0)
+    return largest * gathered * d.colocated + buffer + (2 * d.dtype_bytes * largest if d.engine == "vllm" else 0)
 
 
 def _sent_bytes(d: Demand) -> int:
@@ -302,9 +304,8 @@ def on_each_host(d: Demand, per_node: int, host_bytes: int = 0) -> dict[str, Mem
     """Return the host memory of nodes with `per_node` processes of a kind, without environments.
 
     Ranks and native engines read files straight into the memory where weights stay. For a GPU the pages of the files
-    are counted once, although the kernel can drop them. A node holds two versions of weights sent to engines, old and
-    new. Each rank holds its share of a checkpoint's model. A vLLM on another node copies weights out of Ray's store,
-    which its worker cannot read. A vLLM that shares its device keeps its weights on the host while it sleeps.
+    are counted once, although the kernel can drop them. Each rank holds its share of a checkpoint's model. A vLLM that
+    shares its device keeps its weights on the host while it sleeps.
     """
     shape, b = d.shape, d.dtype_bytes
     if not d.distributed:
@@ -317,11 +318,8 @@ def on_each_host(d: Demand, per_node: int, host_bytes: int = 0) -> dict[str, Mem
         load = {f"weights of {ranks} ranks": b * shape.count * ranks // d.shards}
         load |= {f"weights of {engines} engines": b * shape.count * engines_here}
         load |= {"loading": LOADING_BYTES * (ranks + engines_here)}
-    store = {"weights on their way": 2 * _sent_bytes(d) * shape.count}
-    learning = store | {"checkpoint": b * shape.count * ranks // d.learners if d.trained is None else 4 * d.trained}
+    learning = {"checkpoint": b * shape.count * ranks // d.learners if d.trained is None else 4 * d.trained}
     learning |= {f"{name} of {ranks} ranks": ranks * size for name, size in _on_host(d).items()}
-    copies = _sent_bytes(d) * shape.count * engines if d.engine == "vllm" and not one_node else 0
-    playing = {f"copies of {engines} vLLMs": copies}
     if d.engine == "vllm" and d.colocated and d.gpu:
         learning[f"{engines} sleeping vLLMs"] = d.engine_bytes * shape.count * engines
     if not d.gpu:
@@ -331,15 +329,14 @@ def on_each_host(d: Demand, per_node: int, host_bytes: int = 0) -> dict[str, Mem
         return {
             "host, warm start": Memory({f"{ranks} ranks": warm}),
             "host, loading": Memory(load),
-            "host, running": Memory(own | learning | playing),
+            "host, running": Memory(own | learning),
         }
     if d.colocated or one_node:
-        return {"host, loading": Memory(load), "host, running": Memory(learning | playing)}
+        return {"host, loading": Memory(load), "host, running": Memory(learning)}
     return {
         "host of learners, loading": Memory(load),
         "host of learners, running": Memory(learning),
         "host of engines, loading": Memory(load if d.engine == "native" else {}),
-        "host of engines, running": Memory(store | playing),
     }
 
 

@@ -1,28 +1,38 @@
-"""Sends versions of the weights from ranks to engines, in one of three ways.
+"""Sends versions of the weights from ranks to engines, in one of two ways.
 
 An engine that shares a device with a rank gets them there (transport/device.py), because every rank gathers all tensors
-anyway. The other engines map host memory, if all of them are on the first rank's node, or read buckets from Ray's
-object store. Weights sent on a device exist only in the engines. So the first rank also writes them to one of the other
-two places while episodes are played, for an engine that dies and restarts.
+anyway. The other engines get a broadcast from the ranks that own a shard (transport/broadcast.py). A broadcast needs
+every engine of its group, so an engine that dies interrupts it: the others are sent the weights again, in a new group.
+An engine that was restarted gets the weights that the ranks hold when it is back.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, Protocol
 
 from agentgym_rl.errors import ConfigError, EngineError
 from agentgym_rl.scale.resource_plan import Plan
-from agentgym_rl.scale.shared_state import Published
 from agentgym_rl.scale.watch import require_none_failed
+from agentgym_rl.transport.broadcast import BroadcastWeights, Member
+from agentgym_rl.transport.buckets import WeightSource
 from agentgym_rl.transport.device import DEVICE_WEIGHTS_VARIABLE, DeviceWeights, Endpoint
 
 OLD_DEVICE_WEIGHTS_VARIABLE = "AGENTGYM_RL_LEND"
 """Earlier name of the variable, still read."""
 REPORT_TIMEOUT_S = 60.0
 """Seconds that a process has to report why another one failed."""
+MAX_DEATHS = 3
+"""Times in a row that an engine may die while it is sent weights."""
+MAX_INTERRUPTIONS = 3
+"""Broadcasts of one version that may be interrupted although no engine died."""
 
 
 class EngineLost(Exception):
@@ -30,21 +40,38 @@ class EngineLost(Exception):
 
 
 class EngineLink(Protocol):
-    """Calls to a run's ranks, engines and shared state."""
+    """Calls to a run's ranks and engines."""
 
     plan: Plan
+    store: str
+    """host:port of the ranks' TCPStore."""
+    submitting: AbstractContextManager[Any]
+    """Lock under which calls to ranks are started, so that all ranks run them in the same order."""
+    learned: bool
+    """Whether ranks have changed the weights, or were told to, since they were last published."""
 
     def start_on_ranks(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
         """Start `method(*arguments[rank])` on every rank, after all earlier calls."""
 
     async def results_of(self, calls: list[Any]) -> list[Any]: ...
 
-    async def call_engine(self, index: int, method: str, *arguments: Any) -> Any:
+    def start_on_engine(self, index: int, method: str, *arguments: Any) -> Any:
+        """Start a call. Calls of ranks among its arguments are replaced by their results."""
+
+    async def engine_result(self, index: int, call: Any) -> Any:
         """Return the engine's answer. Raises EngineLost, or EngineError if the call failed."""
 
-    async def wait_for_engine(self, index: int) -> None: ...
+    async def wait_for_engine(self, index: int) -> None:
+        """Return when the engine is alive."""
 
-    async def call_state(self, method: str, *arguments: Any) -> Any: ...
+    async def wait_for_loss(self, index: int) -> None:
+        """Return when the engine has died."""
+
+    async def call_state(self, method: str, *arguments: Any) -> Any:
+        """Call the run's SharedState."""
+
+    async def abort_group(self, group: str) -> None:
+        """Make every member of a broadcast's group fail."""
 
 
 def shares_device_memory(plan: Plan) -> bool:
@@ -72,136 +99,209 @@ class Publisher:
         self._link = link
         self.version = -1
         self.outdated: dict[int, asyncio.Task[None]] = {}
-        """Engines that missed an update, with the task that waits for each to return."""
-        self.one_node = False
-        """Whether all engines are on the first rank's node."""
+        """Engines that died, with the task that sends each the weights when it is back."""
+        self._watches: list[asyncio.Task[None]] = []
+        self._deaths: dict[int, int] = {}
+        """Times in a row that each engine died while it was sent weights."""
+        self._lock = asyncio.Lock()
         self._rank_devices: list[str] = []
-        self._full_copy: asyncio.Future[Published] | None = None
-        """The last version outside of engines."""
+        self._group: tuple[dict[int, str], list[Member]] | None = None
+        """({engine: id of its process}, members) of the last broadcast, if its group can be used again."""
 
     def tasks(self) -> Iterator[asyncio.Future[Any]]:
         yield from self.outdated.values()
-        if self._full_copy is not None:
-            yield self._full_copy
+        yield from self._watches
 
     async def publish(self, version: int) -> str:
-        """Load the learner's weights into every engine that is up; the others load them when they return.
+        """Send the learner's weights to every engine that is up; the others get them when they return.
         Return a description of how the weights were sent."""
-        require_none_failed(self.outdated.values())
-        if self._full_copy is not None:
-            await self._full_copy
-        endpoints, lost = await self._open_endpoints(version) if shares_device_memory(self._link.plan) else ({}, [])
-        on_device = {i: (rank, endpoints[i]) for i, rank in match_engines(self._rank_devices, endpoints).items()}
-        others = [i for i in range(self._link.plan.engines) if i not in on_device and i not in lost]
-        probe = (await self._on_ranks("call", ("probe",)))[0] if on_device else None
-        routes = {}
-        if others or not on_device:
-            published = await self._write(version, self._start_writing(version, probe))
-            self._full_copy = asyncio.get_running_loop().create_future()
-            self._full_copy.set_result(published)
-            await asyncio.gather(*(self._load(i, published) for i in others))
-            routes[published.route] = others
-        else:
-            await self._link.call_state("publish", Published(version, "", None, [], probe))
-        if on_device:
-            lost += await self._send_on_device(version, probe, on_device)
-            routes["on the device that each shares with a learner"] = list(on_device)
-        if on_device and not others:
-            # Started now, so that ranks write the weights before they change them.
-            self._full_copy = asyncio.create_task(self._write(version, self._start_writing(version, probe)))
+        require_none_failed(self.tasks())
+        if not self._watches:
+            self._watches = [asyncio.create_task(self._watch(i)) for i in range(self._link.plan.engines)]
+        async with self._lock:
+            engines = [i for i in range(self._link.plan.engines) if i not in self.outdated]
+            ways, lost = await self._send(engines, version)
+            self.version = version
         for index in lost:
-            self._load_when_back(index, version)
-        self.version = version
-        return _describe(routes)
+            self._send_when_back(index)
+        if len(ways) == 1:
+            return next(iter(ways))
+        return "; ".join(f"{', '.join(map(str, indices))} {way}" for way, indices in ways.items())
 
-    async def _open_endpoints(self, version: int) -> tuple[dict[int, Endpoint], list[int]]:
-        """Return ({engine: its endpoint}, lost engines)."""
-        if not self._rank_devices:
-            self._rank_devices = await self._on_ranks("device")
-        engines = range(self._link.plan.engines)
-        calls = [self._link.call_engine(i, "open_endpoint", version) for i in engines]
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        lost = [i for i, answer in enumerate(answers) if isinstance(answer, EngineLost)]
-        for error in answers:
-            if isinstance(error, BaseException) and not isinstance(error, EngineLost):
-                raise error
-        return {i: answer for i, answer in enumerate(answers) if isinstance(answer, Endpoint)}, lost
+    async def _watch(self, index: int) -> None:
+        """Notice when an engine dies, because a restarted one has no weights."""
+        while True:
+            await self._link.wait_for_loss(index)
+            self._send_when_back(index)
+            await self._link.wait_for_engine(index)
 
-    async def _send_on_device(self, version: int, probe: Any, engines: dict[int, tuple[int, Endpoint]]) -> list[int]:
-        """Return the engines that died meanwhile."""
-        bucket_bytes = self._link.plan.bucket_mb << 20
+    def _send_when_back(self, index: int) -> None:
+        if (earlier := self.outdated.get(index)) is not None:
+            require_none_failed([earlier])  # otherwise it still waits for the same engine
+        else:
+            self.outdated[index] = asyncio.create_task(self._wait_and_send(index))
+
+    async def _wait_and_send(self, index: int) -> None:
+        while True:
+            await self._link.wait_for_engine(index)
+            async with self._lock:
+                _, lost = await self._send([index])
+                if not lost:
+                    del self.outdated[index]
+                    return
+
+    async def _send(self, engines: Sequence[int], version: int | None = None) -> tuple[dict[str, list[int]], list[int]]:
+        """Send a version, by default what the ranks hold. Return ({way: its engines}, engines that died)."""
+        plan, ways = self._link.plan, dict[str, list[int]]()
+        others, lost = await self._ask(engines, "start")
+        if shares_device_memory(plan):
+            if not self._rank_devices:
+                calls = self._link.start_on_ranks("device", [()] * plan.learners)
+                self._rank_devices = await self._link.results_of(calls)
+            endpoints, died = await self._ask(list(others), "open_endpoint")
+            matches = match_engines(self._rank_devices, endpoints)
+            others = {i: process for i, process in others.items() if i not in (*matches, *died)}
+            lost += died
+            if matches:
+                lost += await self._send_on_device({i: (rank, endpoints[i]) for i, rank in matches.items()}, version)
+                ways["on the device that each shares with a learner"] = list(matches)
+        if others:
+            lost += await self._broadcast(others, version)
+            senders = f"{plan.senders} learners" if plan.senders > 1 else "the first learner"
+            ways[f"as a broadcast of {senders} over {_backend(plan)}"] = list(others)
+        self._deaths = {i: count for i, count in self._deaths.items() if i not in engines or i in lost}
+        for index in lost:
+            count = self._deaths[index] = self._deaths.get(index, 0) + 1
+            if count >= MAX_DEATHS:
+                why = await self._link.call_state("failure", f"engine {index}")
+                raise EngineError(f"engine {index} died {count} times in a row while loading weights: {why}")
+        return ways, lost
+
+    async def _ask(self, engines: Sequence[int], method: str) -> tuple[dict[int, Any], list[int]]:
+        """Return ({engine: its answer}, engines that died)."""
+        calls = [self._link.engine_result(i, self._link.start_on_engine(i, method)) for i in engines]
+        answers = dict(zip(engines, await asyncio.gather(*calls, return_exceptions=True), strict=True))
+        lost = [i for i, answer in answers.items() if isinstance(answer, EngineLost)]
+        for i, answer in answers.items():
+            if isinstance(answer, BaseException) and i not in lost:
+                raise answer
+        return {i: answer for i, answer in answers.items() if i not in lost}, lost
+
+    async def _send_on_device(self, engines: dict[int, tuple[int, Endpoint]], version: int | None) -> list[int]:
+        """Return the engines that died or were restarted meanwhile. Ranks leave them out by themselves."""
         endpoints: list[list[Endpoint]] = [[] for _ in self._rank_devices]
         for rank, endpoint in engines.values():
             endpoints[rank].append(endpoint)
-        calls = self._link.start_on_ranks("send_weights", [(version, bucket_bytes, served) for served in endpoints])
-        ranks = asyncio.create_task(self._link.results_of(calls))
-        loads = {}
-        for i, (_, endpoint) in engines.items():
-            published = Published(version, "", None, [], probe, DeviceWeights(endpoint, version))
-            loads[i] = asyncio.create_task(self._loaded(i, published))
-        loaded = asyncio.gather(*loads.values())
+        sources = {i: partial(DeviceWeights, endpoint) for i, (_, endpoint) in engines.items()}
+        names = {i: endpoint.name for i, (_, endpoint) in engines.items()}
+        died, restarted, _ = await self._transfer(
+            version, "send_weights", [(served,) for served in endpoints], sources, names
+        )
+        return died + restarted
+
+    async def _broadcast(self, engines: dict[int, str], version: int | None) -> list[int]:
+        """Send to engines, given with the ids of their processes, until all that are alive have the weights. Return
+        the engines that died."""
+        lost, interruptions, senders = list[int](), 0, self._link.plan.senders
+        while engines:
+            members = self._members_of(engines)
+            arguments = [(member,) for member in members[:senders]] + [(None,)] * (self._link.plan.learners - senders)
+            sources = {i: partial(BroadcastWeights, m) for i, m in zip(engines, members[senders:], strict=True)}
+            group = members[0].group
+            died, interrupted, reports = await self._transfer(
+                version, "broadcast_weights", arguments, sources, dict.fromkeys(engines, group), group
+            )
+            if died or interrupted or reports:
+                self._group = None
+            if interrupted and not died:
+                interruptions += 1
+                if interruptions == MAX_INTERRUPTIONS:
+                    raise EngineError(
+                        f"engines {', '.join(map(str, interrupted))} did not get the weights in {interruptions} "
+                        f"broadcasts, although every process is alive: {reports.get(group, 'the group failed')}"
+                    )
+            engines, gone = await self._ask(interrupted, "start")
+            lost += died + gone
+        return lost
+
+    def _members_of(self, engines: dict[int, str]) -> list[Member]:
+        """Return the senders and then the first worker of each engine, of the last group if it is the same."""
+        plan = self._link.plan
+        if self._group is not None and self._group[0] == engines:
+            return [replace(member, is_new=False) for member in self._group[1]]
+        size = plan.senders + len(engines) * plan.devices_per_engine
+        ranks = (*range(plan.senders), *range(plan.senders, size, plan.devices_per_engine))
+        name, common = f"weights-{uuid.uuid4().hex}", (size, plan.senders, _backend(plan), True)
+        self._group = engines, [Member(name, self._link.store, rank, *common) for rank in ranks]
+        return self._group[1]
+
+    async def _transfer(
+        self,
+        version: int | None,
+        method: str,
+        arguments: list[tuple[Any, ...]],
+        sources: Mapping[int, Callable[[int], WeightSource]],
+        names: Mapping[int, str],
+        group: str = "",
+    ) -> tuple[list[int], list[int], dict[str, str]]:
+        """Start `method` on ranks and `load` on engines, and wait for both. Return (engines that died, engines that are
+        alive and do not have the weights, why by name). `names`: those by which ranks report an engine's failure.
+        `group`: group to abort if an engine fails, because the others would wait for it."""
+        link, learners = self._link, self._link.plan.learners
+        with link.submitting:  # calls of the learner's thread come before all of these or after
+            if version is None:
+                version = self.version + link.learned
+            else:
+                link.learned = False
+            probes = link.start_on_ranks("call", [("probe",)] * learners)
+            common = (version, link.plan.bucket_mb << 20)
+            sends = link.start_on_ranks(method, [(*common, *values) for values in arguments])
+            calls = {
+                i: link.start_on_engine(i, "load", make(version), version, probes[0]) for i, make in sources.items()
+            }
+        ranks = asyncio.create_task(self._results(probes, sends))
+        loads = {i: asyncio.create_task(self._loaded(i, call, version)) for i, call in calls.items()}
+        pending: set[asyncio.Task[Any]] = {ranks, *loads.values()}
+        reports, deadline = dict[str, str](), float("inf")
         try:
-            await asyncio.wait({ranks, loaded}, return_when=asyncio.FIRST_COMPLETED)
-            # An engine may fail because its rank died, or while its rank waits for it.
-            failed = loaded.done() and loaded.exception() is not None
-            await asyncio.wait({ranks}, timeout=REPORT_TIMEOUT_S if failed else None)
-            skipped = {name: why for result in (ranks.result() if ranks.done() else []) for name, why in result.items()}
-            await asyncio.wait({loaded}, timeout=REPORT_TIMEOUT_S if skipped else None)
-            if not loaded.done():
-                (index, *_) = (i for i, load in loads.items() if not load.done())
-                why = skipped.get(engines[index][1].name, "it did not finish after another engine was skipped")
-                raise EngineError(f"engine {index} did not get weights {version}: {why}")
-            return [i for i, alive in zip(loads, loaded.result(), strict=True) if not alive]
+            while pending and not (ranks.done() and ranks.exception()):
+                timeout_s = None if deadline == float("inf") else max(0.0, deadline - time.monotonic())
+                done, pending = await asyncio.wait(pending, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    break
+                errors = any(task.exception() for task in done)
+                if ranks in done and not errors:
+                    reports = {name: why for failed in ranks.result() for name, why in failed.items()}
+                if errors or reports:
+                    deadline = min(deadline, time.monotonic() + REPORT_TIMEOUT_S)
+                if group and (errors or reports or any(load in done and not load.result() for load in loads.values())):
+                    await link.abort_group(group)
+            for task in (ranks, *loads.values()):  # a rank's error explains those of engines
+                if task.done():
+                    task.result()
+            for i, load in loads.items():
+                if not load.done():
+                    why = reports.get(names[i], "it did not finish after another engine had failed")
+                    raise EngineError(f"engine {i} did not get weights {version}: {why}")
+            died = [i for i, load in loads.items() if load.result() is None]
+            return died, [i for i, load in loads.items() if load.result() is False], reports
         finally:
             for task in (ranks, *loads.values()):
                 task.cancel()
-            await asyncio.gather(ranks, *loads.values(), loaded, return_exceptions=True)
+            await asyncio.gather(ranks, *loads.values(), return_exceptions=True)
 
-    async def _loaded(self, index: int, published: Published) -> bool:
-        """Return whether the engine is alive and has these weights or later ones."""
+    async def _results(self, probes: list[Any], sends: list[Any]) -> list[dict[str, str]]:
+        await self._link.results_of(probes)
+        return await self._link.results_of(sends)
+
+    async def _loaded(self, index: int, call: Any, version: int) -> bool | None:
+        """Return whether the engine has exactly these weights, or None if it died."""
         try:
-            version = await self._link.call_engine(index, "load", published)
+            return await self._link.engine_result(index, call) == version
         except EngineLost:
-            return False
-        if version < published.version and published.on_device is not None:
-            return False  # it restarted after it had opened its endpoint
-        if version < published.version:
-            raise EngineError(f"engine {index} needs version {published.version} of the weights, it has {version}")
-        return True
-
-    async def _load(self, index: int, published: Published) -> None:
-        if not await self._loaded(index, published):
-            self._load_when_back(index, published.version)
-
-    def _load_when_back(self, index: int, version: int) -> None:
-        """Load the weights later. A restarted engine fetches them itself, one that was only unreachable does not."""
-        if (earlier := self.outdated.get(index)) is not None:
-            require_none_failed([earlier])
-            earlier.cancel()  # it waits for the same engine, with older weights
-        self.outdated[index] = asyncio.create_task(self._wait_and_load(index, version))
-
-    async def _wait_and_load(self, index: int, version: int) -> None:
-        await self._link.wait_for_engine(index)
-        if version >= self.version:  # greater while other engines still load it
-            assert self._full_copy is not None
-            await self._load(index, await asyncio.shield(self._full_copy))
-
-    def _start_writing(self, version: int, probe: Any) -> list[Any]:
-        arguments = (version, self._link.plan.bucket_mb << 20, self.one_node, probe)
-        return self._link.start_on_ranks("put_weights", [arguments] * self._link.plan.learners)
-
-    async def _write(self, version: int, calls: list[Any]) -> Published:
-        """Wait until every engine can read the weights, and publish where they are."""
-        published = (await self._link.results_of(calls))[0]
-        await self._link.call_state("publish", published)
-        return published
-
-    async def _on_ranks(self, method: str, arguments: tuple[Any, ...] = ()) -> list[Any]:
-        return await self._link.results_of(self._link.start_on_ranks(method, [arguments] * self._link.plan.learners))
+            return None
 
 
-def _describe(routes: Mapping[str, list[int]]) -> str:
-    """Return the route, with its engines if there are several routes."""
-    if len(routes) == 1:
-        return next(iter(routes))
-    return "; ".join(f"{', '.join(map(str, indices))} {route}" for route, indices in routes.items())
+def _backend(plan: Plan) -> Literal["gloo", "nccl"]:
+    """Return torch's backend for broadcasts. NCCL refuses two processes on one device."""
+    return "nccl" if plan.device == "cuda" and plan.layout == "disaggregated" else "gloo"

@@ -2,10 +2,10 @@
 
     driver          runs training.rl.train_rl with handles in place of learner and engine, and sends groups to hosts
     learners        one rank each; all of them run the same call at the same time
-    engines         sample; a restarted engine fetches the current weights
+    engines         sample; a restarted engine waits for weights
     env hosts       play whole groups with agent.rollout.rollout, next to their sessions; each turn is one call to an
                     engine, always the same one for a trajectory as long as it lives
-    shared state    the current weights and worker failures
+    shared state    events and worker failures
 
 run/backend_ray.py passes functions that make a rank's learner, an engine and a host's player. A prompt is the whole
 conversation, so a call that an engine's death interrupted is sent unchanged to another engine.
@@ -19,6 +19,7 @@ import copy
 import logging
 import os
 import socket
+import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -29,17 +30,19 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from agentgym_rl.agent.engines.base import EngineAdapter
 from agentgym_rl.errors import ConfigError, EngineError, WorkerLost
 from agentgym_rl.scale.host_scheduler import HostScheduler
 from agentgym_rl.scale.process_group import join, leave
 from agentgym_rl.scale.publisher import EngineLost, Publisher
 from agentgym_rl.scale.resource_plan import Plan, bundles
 from agentgym_rl.scale.routing import SessionRouter
-from agentgym_rl.scale.shared_state import Published, SharedState
+from agentgym_rl.scale.shared_state import SharedState
 from agentgym_rl.scale.watch import POLL_INTERVAL_S, Nodes, Threads, connecting, keep_sigterm_handler, unless_one_fails
-from agentgym_rl.transport.buckets import EngineAdapter, Staging, buckets
-from agentgym_rl.transport.device import Endpoint, device_id, send_weights
-from agentgym_rl.transport.host_memory import HostMemories
+from agentgym_rl.transport import broadcast, device
+from agentgym_rl.transport.broadcast import Member
+from agentgym_rl.transport.buckets import WeightsInterrupted, WeightSource
+from agentgym_rl.transport.device import DeviceWeights, Endpoint
 from agentgym_rl.types import Completion, Group, Sampling
 
 NAMESPACE = "agentgym-rl"
@@ -58,42 +61,35 @@ class LearnerRank:
     def __init__(self, make: Callable[[int, int], Any], rank: int, size: int) -> None:
         self._make, self._rank, self._size = make, rank, size
         self._work: Any = None
-        self._memories, self._staging = HostMemories(), Staging()
 
     def address(self) -> str:
-        """Return an address at which the ranks can meet. Called on the first rank."""
+        """Return host:port at which the ranks can meet. Called on the first rank."""
         with socket.socket() as probe:
             probe.bind(("", 0))
-            return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+            return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
 
     def begin(self, address: str, device: str) -> None:
         if device == "cuda":
             device = "cuda:0"  # Ray shows this process only its own device
         # A long timeout is harmless, because Ray reports a dead rank.
-        join(self._rank, self._size, address, device)
+        join(self._rank, self._size, f"tcp://{address}", device)
         self._work = self._make(self._rank, self._size)
 
     def call(self, method: str, *arguments: Any) -> Any:
         return getattr(self._work, method)(*arguments)
 
-    def put_weights(self, version: int, bucket_bytes: int, one_node: bool, probe: Any = None) -> Published | None:
-        """Write the whole state from rank 0, for engines on its node or anywhere. Gathering takes every rank."""
-        first, whole = self._rank == 0, self._work.whole_state()
-        host = self._memories.fill(whole) if first and one_node else None
-        # An iterator: after `fill` there is nothing left to put into buckets.
-        refs = [ray.put(bucket) for bucket in buckets(whole, bucket_bytes, keep=first, staging=self._staging)]
-        probe = self._work.probe() if probe is None else probe
-        return Published(version, node_id(), host, refs, probe) if first else None
-
     def device(self) -> str:
-        return device_id()
+        return device.device_id()
 
     def send_weights(self, version: int, bucket_bytes: int, endpoints: list[Endpoint]) -> dict[str, str]:
         """Send the whole state to engines on this device. Returns {endpoint's name: why} of those that failed."""
-        return send_weights(self._work.whole_state(), version, endpoints, bucket_bytes)
+        return device.send_weights(self._work.whole_state(), version, endpoints, bucket_bytes)
 
-    def node(self) -> str:
-        return node_id()
+    def broadcast_weights(self, version: int, bucket_bytes: int, member: Member | None) -> dict[str, str]:
+        """Send the whole state to engines of a group, if this rank is a member. Returns {group: why} if it failed."""
+        if member is None:
+            return {}
+        return broadcast.send_weights(self._work.whole_state(), member, version, bucket_bytes)
 
     def close(self) -> None:
         leave()
@@ -103,79 +99,88 @@ class LearnerRank:
 
 
 class EngineReplica:
-    """An engine. `make()` returns its EngineAdapter (transport/buckets.py), whose `engine` samples."""
+    """An engine. `make()` returns its EngineAdapter, whose `engine` samples."""
 
     def __init__(self, make: Callable[[], EngineAdapter], state: str, index: int) -> None:
         self._adapter: Any = make()
         self._state = ray.get_actor(state, NAMESPACE)
-        self._name = f"engine {index}"
-        self._has_weights = asyncio.Event()
-        self._loading: asyncio.Lock | None = None
+        self._name, self._process = f"engine {index}", uuid.uuid4().hex
+        self._restarted = ray.get_runtime_context().was_current_actor_reconstructed
+        self._loading, self._loaded = asyncio.Lock(), asyncio.Condition()
         self._sleeping = False
         self._endpoint: Endpoint | None = None
         self._adapter.engine.version = -1  # its first weights have not been published
 
     async def begin(self) -> int:
-        """Fetch the current weights if there are any. Returns the maximum context in tokens."""
-        await self._fetch()
+        """Return the maximum context in tokens."""
         return self._adapter.engine.max_context
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling, session: str, oldest: int = 0) -> Completion:
         """Sample with version `oldest` of the weights or a later one."""
-        if not self._has_weights.is_set() or self._adapter.version < oldest:
-            await self._fetch()
-        await self._has_weights.wait()
-        async with self._exit_if_died():
-            if self._sleeping:  # a step without an update publishes no weights
-                await self._wake()
-            return await self._adapter.engine.generate(prompt_ids, sampling, session)
+        while True:
+            await self.wait_for_weights(oldest)
+            try:
+                async with self._exit_if_died():
+                    if self._sleeping:  # a step without an update publishes no weights
+                        await self._wake()
+                    return await self._adapter.engine.generate(prompt_ids, sampling, session)
+            except EngineError:
+                if self._adapter.version >= 0:
+                    raise  # otherwise an interrupted update failed the reply: sample it with the next weights
+
+    async def wait_for_weights(self, oldest: int = 0) -> None:
+        async with self._loaded:
+            await self._loaded.wait_for(lambda: self._adapter.version >= oldest)
+
+    async def wait_for_death(self) -> None:
+        """Never return: the call fails when this process dies."""
+        await asyncio.Event().wait()
 
     async def release(self, session: str) -> None:
         await self._adapter.engine.release(session)
 
-    async def load(self, published: Published) -> int:
-        """Load a version unless the engine has it or a newer one exists. Returns the version it has."""
-        version = published.version
-        self._loading = self._loading or asyncio.Lock()
+    async def start(self) -> str:
+        """Prepare to load weights. Returns an id of this process."""
         async with self._loading, self._exit_if_died():
-            if version > self._adapter.version and published.is_for(self._endpoint):
-                restarted = not self._has_weights.is_set() and ray.get_runtime_context().was_current_actor_reconstructed
-                if restarted:  # no call may have noticed the death
-                    self._state.report.remote(self._name, "engine_lost", "died")
-                async with published.source(node_id()) as source:
-                    if source is None:
-                        return self._adapter.version
-                    if fatal_error := await self._state.start_load.remote(self._name):
-                        raise EngineError(fatal_error)
-                    if warning := await self._adapter.load(source, version, published.probe):
-                        self._state.report.remote(self._name, "weights_slow", warning)
-                self._state.loaded.remote(self._name)
-                self._sleeping = False
-                if restarted:
-                    message = f"was restarted and has version {version} of the weights"
-                    self._state.report.remote(self._name, "engine_started", message)
-                self._has_weights.set()
+            await self._adapter.start()
+        return self._process
+
+    async def load(self, source: WeightSource, version: int, probe: Any = None) -> int:
+        """Load a version. Returns the version it has: another one if the transfer was interrupted."""
+        async with self._loading, self._exit_if_died():
+            if isinstance(source, DeviceWeights) and source.endpoint != self._endpoint:
+                return self._adapter.version  # this process replaced the one that had opened the endpoint
+            if self._restarted:  # no call may have noticed the death
+                self._state.report.remote(self._name, "engine_lost", "died")
+            try:
+                await self._adapter.load(source, version, probe)
+            except WeightsInterrupted:
+                if self._adapter.died:
+                    raise
+                return self._adapter.version
+            self._sleeping = False
+            if self._restarted:
+                message = f"was restarted and has version {version} of the weights"
+                self._state.report.remote(self._name, "engine_started", message)
+                self._restarted = False
+        async with self._loaded:
+            self._loaded.notify_all()
         return self._adapter.version
 
-    async def open_endpoint(self, version: int) -> Endpoint:
-        """Prepare to load the version from a rank on the same device."""
-        self._loading = self._loading or asyncio.Lock()
+    async def open_endpoint(self) -> Endpoint:
+        """Prepare to load weights from a rank on the same device."""
         async with self._loading, self._exit_if_died():
-            if version <= self._adapter.version:
-                raise EngineError(f"has version {self._adapter.version} of the weights, {version} is not newer")
             self._endpoint = await self._adapter.open_endpoint()
             self._sleeping = False
             return self._endpoint
 
     async def sleep(self) -> None:
         """Free device memory for the learner that shares it, until weights or a request arrive."""
-        self._loading = self._loading or asyncio.Lock()
         async with self._loading, self._exit_if_died():
             await self._adapter.sleep()
             self._sleeping = True
 
     async def _wake(self) -> None:
-        self._loading = self._loading or asyncio.Lock()
         async with self._loading:
             if self._sleeping:
                 await self._adapter.wake()
@@ -193,21 +198,6 @@ class EngineReplica:
                 await self._state.failed.remote(self._name, str(error))
                 os._exit(1)
             raise
-
-    async def _fetch(self) -> None:
-        tried = -1
-        while (published := await self._state.published.remote()) is not None:
-            if published.pending:
-                await asyncio.sleep(RETRY_INTERVAL_S)
-                continue
-            if await self.load(published) >= published.version:
-                return
-            if published.version == tried:
-                raise EngineError(f"weights {tried} cannot be read on node {node_id()}, they are on {published.node}")
-            tried = published.version
-
-    async def node(self) -> str:
-        return node_id()
 
     async def close(self) -> None:
         await self._adapter.engine.close()
@@ -277,7 +267,7 @@ class RemoteEngine:
             await asyncio.sleep(RETRY_INTERVAL_S)
 
     async def _wait_for_replica(self, index: int) -> None:
-        await wait_until_alive(self._replicas[index])
+        await wait_until_answered(self._replicas[index].wait_for_weights)
         del self._down[index]
 
 
@@ -285,11 +275,11 @@ def node_id() -> str:
     return ray.get_runtime_context().get_node_id()
 
 
-async def wait_until_alive(actor: Any) -> None:
-    """Return after a dead actor has restarted."""
+async def wait_until_answered(method: Any) -> None:
+    """Return after a method of an actor has returned, in a restarted process if the actor is dead."""
     while True:
         try:
-            await actor.pid.remote()
+            await method.remote()
         except RayActorError:
             await asyncio.sleep(RETRY_INTERVAL_S)
         else:
@@ -348,6 +338,7 @@ class RayApp:
         self._down: dict[int, asyncio.Task[None]] = {}
         """Hosts that died, with the task that waits for each to return."""
         self._threads, self._nodes, self.weights = Threads(), Nodes(), Publisher(self)
+        self.store, self.submitting, self.learned = "", threading.Lock(), False
 
     def connect(self) -> None:
         """Join or start a cluster, and choose the device by its resources."""
@@ -365,8 +356,8 @@ class RayApp:
             .remote(make_learner, rank, plan.learners)
             for rank in range(plan.learners)
         ]
-        address = await self.learners[0].address.remote()
-        calls = [rank.begin.remote(address, plan.device) for rank in self.learners]
+        self.store = await self.learners[0].address.remote()
+        calls = [rank.begin.remote(self.store, plan.device) for rank in self.learners]
         await self._threads.run(self._finish, calls)
 
     async def start_players(self, make_engine: Callable[[], EngineAdapter], make_player: Callable[[Any], Any]) -> None:
@@ -398,9 +389,6 @@ class RayApp:
             await self.call_state("pid")
             raise
         self._nodes.changes(ray.nodes())
-        learner_node = await self.learners[0].node.remote()
-        engine_nodes = await asyncio.gather(*(engine.node.remote() for engine in self.engines))
-        self.weights.one_node = set(engine_nodes) == {learner_node} and hasattr(os, "memfd_create")
 
     def _join(self) -> None:
         plan = self.plan
@@ -455,8 +443,10 @@ class RayApp:
 
     def on_ranks(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
         """Call `method(*arguments[rank])` on every rank. Raises WorkerLost as soon as a rank dies."""
-        refs = [rank.call.remote(method, *values) for rank, values in zip(self.learners, arguments, strict=True)]
-        return self._finish(refs)
+        with self.submitting:
+            self.learned = self.learned or method == "learn"
+            calls = self.start_on_ranks("call", [(method, *values) for values in arguments])
+        return self._finish(calls)
 
     def on_all(self, method: str, *arguments: Any) -> list[Any]:
         """Call `method(*arguments)` on every rank. Large arguments are sent once to each node."""
@@ -507,9 +497,12 @@ class RayApp:
     async def results_of(self, calls: list[Any]) -> list[Any]:
         return await self._threads.run(self._finish, calls)
 
-    async def call_engine(self, index: int, method: str, *arguments: Any) -> Any:
+    def start_on_engine(self, index: int, method: str, *arguments: Any) -> Any:
+        return getattr(self.engines[index], method).remote(*arguments)
+
+    async def engine_result(self, index: int, call: Any) -> Any:
         try:
-            return await getattr(self.engines[index], method).remote(*arguments)
+            return await call
         except RayActorError as error:
             await self.call_state("pid")
             raise EngineLost(str(error)) from error
@@ -517,7 +510,14 @@ class RayApp:
             raise EngineError(f"engine {index}: {error.cause}") from error
 
     async def wait_for_engine(self, index: int) -> None:
-        await wait_until_alive(self.engines[index])
+        await wait_until_answered(self.engines[index].pid)
+
+    async def wait_for_loss(self, index: int) -> None:
+        with contextlib.suppress(RayActorError):
+            await self.engines[index].wait_for_death.remote()
+
+    async def abort_group(self, group: str) -> None:
+        await asyncio.to_thread(broadcast.abort_group, self.store, group)
 
     # Groups: driver -> host.
 
@@ -547,7 +547,7 @@ class RayApp:
             self._events.append({"kind": "env_host_lost", "message": message})
 
     async def _wait_for_host(self, index: int) -> None:
-        await wait_until_alive(self.hosts[index])
+        await wait_until_answered(self.hosts[index].pid)
         self._events.append({"kind": "env_host_started", "message": f"environment host {index} was restarted"})
         await self._scheduler.mark_back(index)
 

@@ -32,6 +32,8 @@ class Plan:
     worker_timeout_s: float
     devices_per_engine: int = 1
     """Devices of an engine that shares none with a learner."""
+    senders: int = 1
+    """Learners that broadcast weights: those that own a shard of one copy, from the first on."""
 
     def resolved_for(self, resources: Mapping[str, float]) -> Plan:
         """Return the plan for a cluster with these resources."""

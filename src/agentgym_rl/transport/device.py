@@ -27,13 +27,13 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from agentgym_rl.errors import EngineError
-from agentgym_rl.transport.host_memory import Entry, padded_bytes, place_in_buckets, tensor_view, wait_for_copies
+from agentgym_rl.transport.buckets import Entry, padded_bytes, place_in_buckets, tensor_view, wait_for_copies
 
 DEVICE_WEIGHTS_VARIABLE = "AGENTGYM_RL_DEVICE_WEIGHTS"
 """Environment variable of the driver: `never`, or `always`, which includes CPUs and is meant for tests."""
@@ -147,6 +147,9 @@ class DeviceWeights:
     endpoint: Endpoint
     version: int
 
+    def connect(self) -> None:
+        """Do nothing: the learner connects while the tensors are read."""
+
     def tensors(self) -> Generator[tuple[str, torch.Tensor]]:
         """Yield each tensor. Copy and drop it before asking for the next one, because the learner reuses its memory.
         Raises EngineError if the learner is gone."""
@@ -168,14 +171,6 @@ class DeviceWeights:
             if _listening is listening:
                 _close_endpoint()
 
-    def copies(self) -> Generator[tuple[str, torch.Tensor]]:
-        """Yield a copy of each tensor, for a caller that keeps it longer."""
-        for name, tensor in self.tensors():
-            copy = tensor.clone()
-            del tensor
-            yield name, copy
-            del copy
-
     def _received(self, connection: Any) -> Iterator[tuple[str, torch.Tensor]]:
         buffer: torch.Tensor | None = None
         while True:
@@ -195,20 +190,6 @@ class DeviceWeights:
                 return
 
 
-class SharedBuffer(Protocol):
-    """Memory that a learner writes and engines read."""
-
-    bytes: torch.Tensor
-
-    def share(self) -> Any:
-        """Return a handle for one other process to open the buffer with. Call once per process."""
-
-    def revoke(self, handle: Any) -> None:
-        """Release the handle of a process that died or may never close it."""
-
-    def close(self) -> None: ...
-
-
 class DeviceBuffer:
     """CUDA memory of this process. Torch counts the processes that have it open and frees it after the last."""
 
@@ -217,6 +198,7 @@ class DeviceBuffer:
             self.bytes = torch.empty(size, dtype=torch.uint8, device="cuda")
 
     def share(self) -> Any:
+        """Return a handle for one other process to open the buffer with. Call once per process."""
         try:
             return reduce_tensor(self.bytes)[1]
         except RuntimeError as error:
@@ -224,6 +206,7 @@ class DeviceBuffer:
             raise EngineError(message) from error
 
     def revoke(self, handle: Any) -> None:
+        """Release the handle of a process that died or may never close it."""
         counter, offset, device = (
             handle[IPC_FIELDS[name]] for name in ("ref_counter_handle", "ref_counter_offset", "storage_device")
         )
@@ -297,7 +280,7 @@ class WeightSender:
     def __init__(self, endpoints: Sequence[Endpoint], version: int) -> None:
         self.failed: dict[str, str] = {}
         self._connections: dict[str, Connection] = {}
-        self._buffer: SharedBuffer | None = None
+        self._buffer: DeviceBuffer | HostBuffer | None = None
         self._handles: dict[str, Any] = {}
         for endpoint in endpoints:
             self._try(endpoint.name, partial(self._connect, endpoint))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from agentgym_rl.types import Completion, Sampling
+
+if TYPE_CHECKING:  # it imports torch, which engines behind an address do not need
+    from agentgym_rl.transport.buckets import WeightSource
 
 
 class Engine(Protocol):
@@ -24,3 +27,33 @@ class Engine(Protocol):
         """Load new weights and drop the KV cache computed with older ones."""
 
     async def close(self) -> None: ...
+
+
+class EngineAdapter(Protocol):
+    """An engine that receives weights."""
+
+    engine: Any
+    """The Engine, which samples."""
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def died(self) -> bool:
+        """Whether the engine cannot go on, because its own processes died, and must be restarted."""
+
+    async def start(self) -> None:
+        """Start the engine's own processes, if it has any. Called before every transfer."""
+
+    async def load(self, source: WeightSource, version: int, probe: Any = None) -> None:
+        """Load these weights; no token is sampled until they are complete. A `probe` holds the learner's
+        log-probabilities to check the engine against. Raises WeightsInterrupted if the transfer can be tried again."""
+
+    async def open_endpoint(self) -> Any:
+        """Wake the engine if needed and prepare to `load` weights from a learner on the same device."""
+
+    async def sleep(self) -> None:
+        """Free device memory that is not needed until `wake` or `load`."""
+
+    async def wake(self) -> None:
+        """Prepare to sample again after `sleep`."""

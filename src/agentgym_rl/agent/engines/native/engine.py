@@ -184,9 +184,13 @@ class NativeEngine:
             await asyncio.wait([self._task])
         self._limit_sessions(self._max_sessions)
 
+    def abort(self, reason: str) -> None:
+        """Fail every pending reply."""
+        self._fail([*self._waiting, *self._running], reason)
+
     async def close(self) -> None:
         self._closed = True
-        self._fail([*self._waiting, *self._running], "The engine was closed.")
+        self.abort("The engine was closed.")
         if self._task is not None:
             await asyncio.wait([self._task])
         self._sessions.invalidate()

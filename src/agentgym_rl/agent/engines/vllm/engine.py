@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import os
+import pickle
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,16 @@ from agentgym_rl.agent.engines.vllm.probe import Probe
 from agentgym_rl.agent.engines.vllm.process_cleanup import owning_processes
 from agentgym_rl.agent.engines.vllm.requirements import EXTENSION, max_lora_rank, reply_limit, require_vllm, signed_64
 from agentgym_rl.errors import EngineError
-from agentgym_rl.transport.device import DeviceWeights, Endpoint
-from agentgym_rl.transport.host_memory import HostMemory, HostWeights, pack
+from agentgym_rl.transport.broadcast import BroadcastWeights
+from agentgym_rl.transport.buckets import WeightsInterrupted
+from agentgym_rl.transport.device import DeviceWeights, Endpoint, send_weights
 from agentgym_rl.types import Completion, Sampling
 
-Source = str | Path | Mapping[str, Any] | HostWeights | DeviceWeights
-"""Weights: a Hugging Face folder, a peft adapter's folder, a state dict of this process, host memory that another
-process shares, or a transfer on the device to the endpoint of `open_endpoint()`."""
+Source = str | Path | Mapping[str, Any] | DeviceWeights | BroadcastWeights
+"""Weights: a Hugging Face folder, a peft adapter's folder, a state dict of this process, a transfer on the device to
+the endpoint of `open_endpoint()`, or a broadcast."""
+BUCKET_BYTES = 256 << 20
+"""Size of the buckets in which a state dict of this process is sent."""
 POLL_INTERVAL_S = 1.0
 """Seconds between checks whether vLLM's processes are alive while a call to them is pending."""
 
@@ -84,9 +88,6 @@ class VllmEngine:
         self._lock = asyncio.Lock()
         self._sleeping = False
         self._died = False
-        self._memory: HostMemory | None = None
-        self.remark = ""
-        """Why the last update was slow, or an empty string."""
         self._why_closed = "The engine was not started: await engine.start() first."
         self.reset_stats()
 
@@ -168,8 +169,7 @@ class VllmEngine:
         `transport.device.send_weights` there, and to `update_weights` as DeviceWeights."""
         async with self._lock:
             await self._wait_until_open()
-            (endpoint,) = await self._or_fail_if_died(self._llm.collective_rpc("agentgym_open_endpoint"))
-            return Endpoint(*endpoint)
+            return await self._or_fail_if_died(self._open_endpoint())
 
     def stats(self) -> dict[str, int]:
         """Return the counters since the last reset. Reused prompt tokens were already in the cache."""
@@ -234,23 +234,27 @@ class VllmEngine:
             probe.check(await self._score(probe.token_ids), version)
 
     async def _load(self, source: Source, version: int) -> None:
-        if isinstance(source, DeviceWeights):
+        if isinstance(source, (DeviceWeights, BroadcastWeights)):
             await self._drop_adapter()
-            await self._llm.collective_rpc("agentgym_load_device_weights", args=(list(source.endpoint), source.version))
-            self.remark = ""
-        elif isinstance(source, (Mapping, HostWeights)):
-            await self._drop_adapter()
-            if isinstance(source, Mapping):
-                self._memory = self._memory or HostMemory()
-            message, kept_alive = pack(source, self._memory)
-            remarks = await self._llm.collective_rpc("agentgym_load_shared", args=(message,))
-            self.remark = next(filter(None, remarks), "")
-            del kept_alive
+            reasons = await self._llm.collective_rpc("agentgym_load_tensors", args=(pickle.dumps(source),))
+            if reason := next(filter(None, reasons), ""):
+                raise WeightsInterrupted(f"weights {version} are incomplete: {reason}")
+        elif isinstance(source, Mapping):
+            endpoint = await self._open_endpoint()
+            arguments = (source.items(), version, [endpoint], BUCKET_BYTES)
+            sending = asyncio.create_task(asyncio.to_thread(send_weights, *arguments))
+            await self._load(DeviceWeights(endpoint, version), version)
+            if failed := await sending:
+                raise EngineError(f"vLLM did not get weights {version}: {failed[endpoint.name]}")
         elif (Path(source) / "adapter_config.json").is_file():
             await self._add_adapter(Path(source), version)
         else:
             await self._drop_adapter()
             await self._llm.collective_rpc("agentgym_load_folder", args=(str(source),))
+
+    async def _open_endpoint(self) -> Endpoint:
+        (endpoint,) = await self._llm.collective_rpc("agentgym_open_endpoint")
+        return Endpoint(*endpoint)
 
     async def _add_adapter(self, folder: Path, version: int) -> None:
         from vllm.lora.request import LoRARequest
@@ -317,9 +321,6 @@ class VllmEngine:
     async def _stop(self) -> None:
         llm, self._llm = self._llm, None
         self._ready.set()  # waiting requests raise
-        if self._memory is not None:
-            self._memory.close()
-            self._memory = None
         if llm is None:
             return
         try:
