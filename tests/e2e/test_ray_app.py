@@ -209,7 +209,7 @@ async def started(
 
     app = RayApp(of)
     try:
-        app.connect()
+        await app.connect()
         await app.start_learners(make_rank)
         await app.start_players(make_engine, make_player)
     except BaseException:

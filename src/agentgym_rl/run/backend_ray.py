@@ -407,7 +407,7 @@ class RayBackend:
             start.tokenizer.save_pretrained(folder)
         folder, reference_dir = _absolute(folder), _absolute(reference_dir or folder)
         try:
-            app.connect()
+            await app.connect(console.note)
             worker_config = config_for_workers(config, app.plan.device)
             await app.start_learners(partial(Rank, worker_config))
             ask = partial(on_other_nodes, plan.worker_timeout_s)
@@ -556,6 +556,7 @@ def plan_of(config: Config) -> Plan:
         bucket_mb=scale.bucket_mb,
         worker_timeout_s=scale.worker_timeout_s,
         devices_per_engine=config.engine.tensor_parallel,
+        nodes=scale.nodes or 0,
     )
     shares_device_memory(plan)  # raises for an unknown value
     return plan

@@ -33,6 +33,7 @@ from agentgym_rl.errors import ConfigError, EngineError, WorkerLost
 from agentgym_rl.scale.host_scheduler import HostScheduler
 from agentgym_rl.scale.process_group import join, leave
 from agentgym_rl.scale.publisher import EngineLost, Publisher
+from agentgym_rl.scale.readiness import wait_for_head, wait_for_nodes
 from agentgym_rl.scale.resource_plan import Plan, bundles
 from agentgym_rl.scale.routing import SessionRouter
 from agentgym_rl.scale.shared_state import Published, SharedState
@@ -349,11 +350,11 @@ class RayApp:
         """Hosts that died, with the task that waits for each to return."""
         self._threads, self._nodes, self.weights = Threads(), Nodes(), Publisher(self)
 
-    def connect(self) -> None:
-        """Join or start a cluster, and choose the device by its resources."""
+    async def connect(self, report: Callable[[str], None] = lambda text: None) -> None:
+        """Join or start a cluster, wait for its nodes, and choose the device by its resources."""
         if not ray.is_initialized():
-            self._join()
-        self.plan = self.plan.resolved_for(ray.cluster_resources())
+            await wait_for_head(self.plan, self._join, report)
+        self.plan = await wait_for_nodes(self.plan, ray.nodes, report)
 
     async def start_learners(self, make_learner: Callable[[int, int], Any]) -> None:
         """Reserve the resources of all actors and start the learners."""

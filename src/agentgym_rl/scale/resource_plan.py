@@ -32,6 +32,8 @@ class Plan:
     worker_timeout_s: float
     devices_per_engine: int = 1
     """Devices of an engine that shares none with a learner."""
+    nodes: int = 0
+    """Nodes to wait for at `address`; 0: the cluster has started already."""
 
     def resolved_for(self, resources: Mapping[str, float]) -> Plan:
         """Return the plan for a cluster with these resources."""
@@ -66,6 +68,14 @@ class Plan:
                     f"({self.layout}) need {needed:g} {kind}s{share}; there are {available:g}"
                 )
         return None
+
+    def arrived(self, nodes: int, resources: Mapping[str, float]) -> str:
+        """Return the nodes, GPUs and CPUs of the cluster out of those that are needed: `1 of 2 nodes, 8 of 16 GPUs`."""
+        parts = [f"{nodes} of {self.nodes} nodes"] if self.nodes else []
+        for kind in ("GPU", "CPU"):
+            if needed := self._total(kind):
+                parts.append(f"{resources.get(kind, 0.0):g} of {needed:g} {kind}s")
+        return ", ".join(parts)
 
     def _total(self, kind: str) -> float:
         return sum(need.get(kind, 0.0) for roles, _ in self.placement() for needs in roles.values() for need in needs)
