@@ -31,7 +31,6 @@ from agentgym_rl.run.backend_ray import RayBackend
 from agentgym_rl.run.log import read_metrics, read_trajectories
 from agentgym_rl.run.start import word_tokenizer
 from agentgym_rl.scale.resource_plan import Plan
-from agentgym_rl.scale.routing import SessionRouter
 from agentgym_rl.training.scratch import build_model
 from agentgym_rl.training.settings import ScratchSettings
 from agentgym_rl.transport.device import DEVICE_WEIGHTS_VARIABLE, DeviceWeights, Endpoint, open_endpoint
@@ -466,10 +465,3 @@ async def test_overlap_on_a_cluster_is_that_of_one_process(tmp_path: Path) -> No
     rows = read_metrics(tmp_path / "cluster" / "metrics.jsonl")
     assert [row["staleness/max"] for row in rows] == [0.0, 1.0, 1.0, 1.0]
     assert events_of(tmp_path / "cluster") == []
-
-
-def test_hosts_with_few_episodes_each_leave_no_engine_idle() -> None:
-    hosts = [SessionRouter(4, first) for first in (0, 2)]
-    assert sorted(host.engine_of(session, ()) for host in hosts for session in ("a", "b")) == [0, 1, 2, 3]
-    assert hosts[0].engine_of("a", {0}) == 0  # an assigned session remains
-    assert hosts[0].engine_of("c", {2}) == 3

@@ -250,7 +250,7 @@ class Config(Section):
 
     def sessions_per_engine(self) -> int:
         """Return the episodes that each engine holds at the same time. Further episodes wait."""
-        engines = self.scale.engines if self.scale is not None else self.engine.replicas
+        engines = self.scale.engines if self.scale is not None else len(self.engine.urls) or self.engine.replicas
         return min(self.agent.concurrency, math.ceil(self.agent.concurrency / engines * ENGINE_SLACK))
 
     def require_allowed_variables(self) -> None:

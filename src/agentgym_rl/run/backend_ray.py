@@ -556,6 +556,7 @@ def plan_of(config: Config) -> Plan:
         bucket_mb=scale.bucket_mb,
         worker_timeout_s=scale.worker_timeout_s,
         devices_per_engine=config.engine.tensor_parallel,
+        sessions_per_engine=config.sessions_per_engine(),
         nodes=scale.nodes or 0,
     )
     shares_device_memory(plan)  # raises for an unknown value

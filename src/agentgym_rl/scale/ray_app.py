@@ -29,13 +29,13 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from agentgym_rl.agent.engines.routing import SessionRouter
 from agentgym_rl.errors import ConfigError, EngineError, WorkerLost
 from agentgym_rl.scale.host_scheduler import HostScheduler
 from agentgym_rl.scale.process_group import join, leave
 from agentgym_rl.scale.publisher import EngineLost, Publisher
 from agentgym_rl.scale.readiness import wait_for_head, wait_for_nodes
 from agentgym_rl.scale.resource_plan import Plan, bundles
-from agentgym_rl.scale.routing import SessionRouter
 from agentgym_rl.scale.shared_state import Published, SharedState
 from agentgym_rl.scale.watch import POLL_INTERVAL_S, Nodes, Threads, connecting, keep_sigterm_handler, unless_one_fails
 from agentgym_rl.transport.buckets import EngineAdapter, Staging, buckets
@@ -218,14 +218,14 @@ class EngineReplica:
 
 
 class RemoteEngine:
-    """Several engines as one: each trajectory uses the engine that had the fewest when it started.
+    """Several engines as one: a group's trajectories use one engine unless it has many (agent/engines/routing.py).
 
     If that engine dies, its trajectories move to others and their calls are sent again.
     """
 
-    def __init__(self, replicas: list[Any], state: Any, timeout_s: float, first: int = 0) -> None:
+    def __init__(self, replicas: list[Any], state: Any, timeout_s: float, *routing: int) -> None:
         self._replicas, self._state, self._timeout_s = replicas, state, timeout_s
-        self._router = SessionRouter(len(replicas), first)
+        self._router = SessionRouter(len(replicas), *routing)
         self._down: dict[int, asyncio.Task[None]] = {}
         """Replicas that died, with the task that waits for each to return."""
         self.version = self._oldest = 0
@@ -239,7 +239,7 @@ class RemoteEngine:
     async def generate(self, prompt_ids: list[int], sampling: Sampling, session: str) -> Completion:
         deaths = 0
         while True:
-            index = self._router.engine_of(session, self._down)
+            index = self._router.engine_of(session, prompt_ids, self._down)
             try:
                 completion = await self._replicas[index].generate.remote(prompt_ids, sampling, session, self._oldest)
             except RayActorError as error:
@@ -261,7 +261,7 @@ class RemoteEngine:
         raise EngineError("engines of an environment host get their weights from the learners: do not update them here")
 
     async def close(self) -> None:
-        self._router.clear()
+        """Leave the engines to the driver."""
 
     async def _replica_lost(self, index: int, error: RayActorError, deaths: int) -> None:
         if index not in self._down:
@@ -314,10 +314,10 @@ class EnvHost:
     """An actor that plays groups. `make(engine)` returns an object with `play(job)`, `num_open` and `close()`."""
 
     def __init__(
-        self, make: Callable[[Any], Any], engines: list[str], state: str, timeout_s: float, first: int
+        self, make: Callable[[Any], Any], engines: list[str], state: str, timeout_s: float, *routing: int
     ) -> None:
         replicas = [ray.get_actor(name, NAMESPACE) for name in engines]
-        self._player = make(RemoteEngine(replicas, ray.get_actor(state, NAMESPACE), timeout_s, first))
+        self._player = make(RemoteEngine(replicas, ray.get_actor(state, NAMESPACE), timeout_s, *routing))
 
     async def play(self, job: Any) -> Group:
         return await self._player.play(job)
@@ -388,7 +388,7 @@ class RayApp:
         self.hosts = [
             ray.remote(EnvHost)
             .options(**placements["env_host"][i], **restart, max_concurrency=10_000)
-            .remote(make_player, engines, state, plan.worker_timeout_s, i * plan.engines // plan.env_hosts)
+            .remote(make_player, engines, state, plan.worker_timeout_s, *plan.routing_of(i))
             for i in range(plan.env_hosts)
         ]
         try:

@@ -32,6 +32,8 @@ class Plan:
     worker_timeout_s: float
     devices_per_engine: int = 1
     """Devices of an engine that shares none with a learner."""
+    sessions_per_engine: int = 0
+    """Episodes that an engine holds at once. Up to these, the episodes of a group go to one engine; 0: they do not."""
     nodes: int = 0
     """Nodes to wait for at `address`; 0: the cluster has started already."""
 
@@ -53,6 +55,10 @@ class Plan:
         if colocated:
             return [({"learner": learners, "engine": engines}, "PACK"), ({"env_host": hosts}, "SPREAD")]
         return [({"learner": learners}, "PACK"), ({"engine": engines}, "SPREAD"), ({"env_host": hosts}, "SPREAD")]
+
+    def routing_of(self, host: int) -> tuple[int, int]:
+        """Return (first engine, most sessions of an engine) for a host's SessionRouter."""
+        return host * self.engines // self.env_hosts, self.sessions_per_engine
 
     def total_cpus(self) -> int:
         return math.ceil(self._total("CPU"))
