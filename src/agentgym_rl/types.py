@@ -232,6 +232,8 @@ class Trajectory:
     """Id of the episode that it branches off, in a tree of rollouts; else empty."""
     shared_turns: int = 0
     """First turns that it shares with its parent, which sampled them. Only the parent has their log-probabilities."""
+    digest: Any = None
+    """Numbers of its messages (training.metrics.Digest), if these are stored in another process; else None."""
 
     @property
     def reward(self) -> float:
@@ -424,6 +426,12 @@ class Group:
 
     task: Task
     trajectories: list[Trajectory]
+    stored: Any = None
+    """Where its messages are (training.stored.StoredGroup), if its trajectories have none; else None."""
+
+    def lines(self) -> list[bytes]:
+        """Return its trajectories as lines of JSON, without line ends."""
+        return self.stored.lines() if self.stored is not None else [t.to_json().encode() for t in self.trajectories]
 
     @property
     def usable(self) -> list[Trajectory]:
@@ -475,6 +483,12 @@ class Sample:
     """A: position of each token among the trained tokens of its episode; empty if the sample is the whole episode."""
     left_out: list[tuple[int, int]] = field(default_factory=list)
     """(start, length) of replies that are not imitated: no loss is taken on them, even if it is on other text."""
+    stored: Any = None
+    """Where its tokens are and how many (training.stored.StoredSample), if lists above are empty; else None."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) or (self.stored.num_tokens if self.stored is not None else 0)
 
 
 def in_order(samples: Sequence[Sample], name: str) -> list[float]:

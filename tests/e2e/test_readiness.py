@@ -29,7 +29,7 @@ def node(alive: bool = True, **resources: float) -> dict[str, Any]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
+    while not condition():  # noqa: ASYNC110
         await asyncio.sleep(0.05)
 
 

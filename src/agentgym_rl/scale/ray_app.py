@@ -25,7 +25,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -41,7 +41,7 @@ from agentgym_rl.scale.watch import POLL_INTERVAL_S, Nodes, Threads, connecting,
 from agentgym_rl.transport.buckets import EngineAdapter, Staging, buckets
 from agentgym_rl.transport.device import Endpoint, device_id, send_weights
 from agentgym_rl.transport.host_memory import HostMemories
-from agentgym_rl.types import Completion, Group, Sampling
+from agentgym_rl.types import Completion, Sampling
 
 NAMESPACE = "agentgym-rl"
 """Namespace in which actors find each other by name: a handle passed at start may be invalid after a restart."""
@@ -73,6 +73,7 @@ class LearnerRank:
         # A long timeout is harmless, because Ray reports a dead rank.
         join(self._rank, self._size, address, device)
         self._work = self._make(self._rank, self._size)
+        self._work.fetch = ray.get
 
     def call(self, method: str, *arguments: Any) -> Any:
         return getattr(self._work, method)(*arguments)
@@ -260,9 +261,6 @@ class RemoteEngine:
     async def update_weights(self, source: Any, version: int) -> None:
         raise EngineError("engines of an environment host get their weights from the learners: do not update them here")
 
-    async def close(self) -> None:
-        """Leave the engines to the driver."""
-
     async def _replica_lost(self, index: int, error: RayActorError, deaths: int) -> None:
         if index not in self._down:
             self._down[index] = asyncio.create_task(self._wait_for_replica(index))
@@ -313,13 +311,11 @@ async def first_call(name: str, call: Any) -> Any:
 class EnvHost:
     """An actor that plays groups. `make(engine)` returns an object with `play(job)`, `num_open` and `close()`."""
 
-    def __init__(
-        self, make: Callable[[Any], Any], engines: list[str], state: str, timeout_s: float, *routing: int
-    ) -> None:
+    def __init__(self, make: Callable[[Any], Any], engines: list[str], state: str, *routing: Any) -> None:
         replicas = [ray.get_actor(name, NAMESPACE) for name in engines]
-        self._player = make(RemoteEngine(replicas, ray.get_actor(state, NAMESPACE), timeout_s, *routing))
+        self._player = make(RemoteEngine(replicas, ray.get_actor(state, NAMESPACE), *routing))
 
-    async def play(self, job: Any) -> Group:
+    async def play(self, job: Any) -> Any:
         return await self._player.play(job)
 
     async def num_open(self) -> int:
@@ -367,8 +363,7 @@ class RayApp:
             for rank in range(plan.learners)
         ]
         address = await self.learners[0].address.remote()
-        calls = [rank.begin.remote(address, plan.device) for rank in self.learners]
-        await self._threads.run(self._finish, calls)
+        await self._threads.run(self._finish, [rank.begin.remote(address, plan.device) for rank in self.learners])
 
     async def start_players(self, make_engine: Callable[[], EngineAdapter], make_player: Callable[[Any], Any]) -> None:
         plan, placements, prefix = self.plan, self._placements, uuid.uuid4().hex[:8]
@@ -377,8 +372,8 @@ class RayApp:
         common: dict[str, Any] = {"namespace": NAMESPACE}
         # On the driver's node, so that it lives as long as the run when other nodes fail.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        actor = ray.remote(SharedState).options(name=state, **common, num_cpus=0, scheduling_strategy=here)
-        self.state: Any = actor.remote()
+        options = {"name": state, **common, "num_cpus": 0, "scheduling_strategy": here}
+        self.state: Any = ray.remote(SharedState).options(**options).remote()
         self.engines = [
             ray.remote(EngineReplica)
             .options(name=name, **common, **placements["engine"][i], **restart, max_concurrency=10_000)
@@ -424,7 +419,7 @@ class RayApp:
         self._started_ray = True
 
     def _reserve(self) -> dict[str, list[dict[str, Any]]]:
-        """Return options that put each actor into its bundle. Learners are packed, the others are spread."""
+        """Return options that put each actor into its bundle."""
         shortage = self.plan.shortage(ray.cluster_resources())
         if shortage and self.plan.address is None:  # a cluster started for this run gets no more nodes
             raise ConfigError(f"{shortage}: ask for fewer, use layout = 'colocated', or set scale.address to a cluster")
@@ -456,8 +451,9 @@ class RayApp:
 
     def on_ranks(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
         """Call `method(*arguments[rank])` on every rank. Raises WorkerLost as soon as a rank dies."""
-        refs = [rank.call.remote(method, *values) for rank, values in zip(self.learners, arguments, strict=True)]
-        return self._finish(refs)
+        return self._finish(
+            [r.call.remote(method, *values) for r, values in zip(self.learners, arguments, strict=True)]
+        )
 
     def on_all(self, method: str, *arguments: Any) -> list[Any]:
         """Call `method(*arguments)` on every rank. Large arguments are sent once to each node."""
@@ -522,15 +518,18 @@ class RayApp:
 
     # Groups: driver -> host.
 
-    async def play(self, job: Any, episodes: int) -> Group:
+    async def play(self, job: Any, episodes: int, num_parts: int = 1) -> tuple[list[Any], list[Any]]:
         """Play a group on the host with the fewest episodes. If the host dies, another plays the group from the start;
-        the dead host's episodes are lost, so no episode is in a batch twice."""
+        the dead host's episodes are lost, so no episode is in a batch twice. Return its parts and their references."""
         deaths = 0
         while True:
             async with self._scheduler.host(episodes) as index:
                 try:
-                    return await unless_one_fails(self.hosts[index].play.remote(job), self.weights.tasks)
-                except RayActorError as error:
+                    call = self.hosts[index].play.options(num_returns=num_parts).remote(job)
+                    refs = [call] if num_parts == 1 else call
+                    # This copies each part to the driver's node, so that the loss of the host's node loses no group.
+                    return await unless_one_fails(asyncio.gather(*refs), self.weights.tasks), refs
+                except (RayActorError, ObjectLostError) as error:
                     await self.call_state("pid")
                     self._host_lost(index)
                     deaths += 1
@@ -544,8 +543,9 @@ class RayApp:
     def _host_lost(self, index: int) -> None:
         if self._scheduler.mark_lost(index):
             self._down[index] = asyncio.create_task(self._wait_for_host(index))
-            message = f"environment host {index} died; its groups are played again"
-            self._events.append({"kind": "env_host_lost", "message": message})
+            self._events.append(
+                {"kind": "env_host_lost", "message": f"environment host {index} died; its groups are played again"}
+            )
 
     async def _wait_for_host(self, index: int) -> None:
         await wait_until_alive(self.hosts[index])

@@ -78,9 +78,8 @@ class Plan:
     def arrived(self, nodes: int, resources: Mapping[str, float]) -> str:
         """Return the nodes, GPUs and CPUs of the cluster out of those that are needed: `1 of 2 nodes, 8 of 16 GPUs`."""
         parts = [f"{nodes} of {self.nodes} nodes"] if self.nodes else []
-        for kind in ("GPU", "CPU"):
-            if needed := self._total(kind):
-                parts.append(f"{resources.get(kind, 0.0):g} of {needed:g} {kind}s")
+        needed = {kind: self._total(kind) for kind in ("GPU", "CPU")}
+        parts += [f"{resources.get(kind, 0.0):g} of {total:g} {kind}s" for kind, total in needed.items() if total]
         return ", ".join(parts)
 
     def _total(self, kind: str) -> float:

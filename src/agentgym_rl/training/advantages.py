@@ -356,7 +356,10 @@ def _token_rewards(episode: Episode, settings: RLSettings) -> tuple[list[float],
 
 
 def _to_tokens(per_turn: list[float], lengths: list[int]) -> list[float]:
-    return [a for a, n in zip(per_turn, lengths, strict=True) for _ in range(n)]
+    tokens: list[float] = []
+    for advantage, count in zip(per_turn, lengths, strict=True):
+        tokens += [advantage] * count
+    return tokens
 
 
 def _ends(lengths: list[int]) -> list[int]:
