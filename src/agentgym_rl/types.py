@@ -429,8 +429,8 @@ class Group:
     stored: Any = None
     """Where its messages are (training.stored.StoredGroup), if its trajectories have none; else None."""
 
-    def lines(self) -> list[bytes]:
-        """Return its trajectories as lines of JSON, without line ends."""
+    def lines(self) -> Sequence[bytes | memoryview]:
+        """Return its trajectories as lines of JSON in UTF-8, without line ends."""
         return self.stored.lines() if self.stored is not None else [t.to_json().encode() for t in self.trajectories]
 
     @property

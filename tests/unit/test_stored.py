@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+import subprocess
+import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -98,3 +101,10 @@ def test_a_light_group_is_small_and_has_no_tokens() -> None:
     whole = len(pickle.dumps(group, 5))
     assert len(pickle.dumps(light, 5)) < whole / 10
     assert sum(array.nbytes for arrays in contents for array in arrays.values()) > 50_000
+
+
+def test_the_driver_benchmark_runs_in_small(tmp_path: Path) -> None:
+    script, out = Path(__file__).parents[2] / "benchmarks" / "driver.py", tmp_path / "driver.json"
+    sizes = ("--episodes", "16", "--tokens", "64", "--turns", "4", "--ranks", "2", "--of", "16", "--repeats", "1")
+    subprocess.run([sys.executable, str(script), *sizes, "--no-weights", "--out", str(out)], check=True)
+    assert sum(json.loads(out.read_text())["seconds"].values()) > 0

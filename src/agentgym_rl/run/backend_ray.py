@@ -79,6 +79,8 @@ class Job:
     """Whether the group is divided into the parts of training/stored.py."""
     keep_tail: bool = False
     """Whether samples keep the tokens after the last reply, for a critic."""
+    keep_infos: bool = False
+    """Whether the driver needs the infos of all turns: states to compare, or attempts."""
 
 
 class Rank:
@@ -294,8 +296,8 @@ class Player:
         (group,) = await collect([job.task], job.limits, job.seed, job.index)
         if not job.stored:
             return group
-        compare = job.index < DEPENDENCE_GROUPS
-        return await asyncio.to_thread(stored.store, group, keep_tail=job.keep_tail, compare=compare)
+        keep = {"keep_tail": job.keep_tail, "keep_infos": job.keep_infos, "compare": job.index < DEPENDENCE_GROUPS}
+        return await asyncio.to_thread(stored.store, group, **keep)
 
     async def close(self) -> None:
         await self._pool.close()
@@ -431,7 +433,9 @@ class RayBackend:
         tree = self._config.rl.tree if group_size is None else None
 
         async def collect(tasks: list[Task], limits: Limits, seed: int) -> list[Group]:
-            more = (temperature, self.version, oracle_share, tree, keep_tokens, self._config.rl.algorithm == "ppo")
+            rl, attempts = self._config.rl, self._config.agent.style == "reflect"
+            keep = (keep_tokens, rl.algorithm == "ppo", rl.credit == "anchor" or attempts)
+            more = (temperature, self.version, oracle_share, tree, *keep)
             jobs = [Job(t, limits, seed, i, prefix, sizes[t.env], *more) for i, t in enumerate(tasks)]
             return list(await asyncio.gather(*(play(job) for job in jobs)))
 

@@ -218,7 +218,7 @@ class RunLog:
         """
         self.write_line(step, trajectory.to_json().encode(), kind)
 
-    def write_line(self, step: int, line: bytes, kind: Kind = "train") -> None:
+    def write_line(self, step: int, line: bytes | memoryview, kind: Kind = "train") -> None:
         """Append the JSON of one episode, as `write_trajectory` does."""
         path = self.trajectories_path(step, kind)
         if path.name not in self._begun:  # names take less memory than paths, and all are kept
@@ -226,7 +226,7 @@ class RunLog:
             self._writer.discard(path)
             self._begun.add(path.name)
         start = f'{{"step": {step}, "kind": "{kind}", '.encode()
-        self._writer.append(path, b"".join((start, memoryview(line)[1:], b"\n")), droppable=True)
+        self._writer.append(path, start, memoryview(line)[1:], b"\n", droppable=True)
 
     def write_learned(self, step: int, samples: Iterable[Sample]) -> None:
         """Write one line per trained trajectory: values of its trained tokens, with 5 significant digits."""

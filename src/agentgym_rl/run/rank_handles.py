@@ -75,14 +75,14 @@ class LearnerHandle:
         shares = balanced_shares([s.num_tokens for s in samples], self._size)
         rank_results = self._app.on_ranks("score", [([samples[i] for i in share], policy_only) for share in shares])
         for share, results in zip(shares, rank_results, strict=True):
-            _fill([samples[i] for i in share], results)
+            fill([samples[i] for i in share], results)
 
     def learn(self, batch: Batch, seed: int) -> dict[str, float]:
         claim_device(self._app)
         shares, indices = split_batch(batch, self._size, self._rl.minibatches, seed)
         results: list[RankResult] = self._app.on_ranks("learn", [(share, seed) for share in shares])
         for known, result in zip(indices, results, strict=True):
-            _fill([batch.samples[i] for i in known], result.samples)
+            fill([batch.samples[i] for i in known], result.samples)
         self.kl_coef = results[0].kl_coef
         averages = over_ranks([result.metrics for result in results])
         return results[0].metrics | averages | means([result.turn_sums for result in results])
@@ -97,7 +97,8 @@ def claim_device(app: Any) -> None:
         app.sleep_engines()
 
 
-def _fill(samples: list[Sample], results: list[SampleResult]) -> None:
+def fill(samples: list[Sample], results: list[SampleResult]) -> None:
+    """Give samples what the ranks found out about them."""
     for sample, result in zip(samples, results, strict=True):
         if isinstance(result, bytes):
             sample.stored.learned_line = result

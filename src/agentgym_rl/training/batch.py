@@ -103,7 +103,7 @@ def _distribute(samples: Sequence[Sample], name: str, values: list[float]) -> No
 
 def turn_counts(sample: Sample) -> Iterable[tuple[int, int]]:
     """Return the action tokens of each turn, as (turn, tokens)."""
-    return sample.stored.turn_counts if sample.stored is not None else Counter(sample.turn_index).items()
+    return enumerate(sample.stored.turn_counts) if sample.stored is not None else Counter(sample.turn_index).items()
 
 
 def version_counts(sample: Sample) -> Mapping[int, int]:
@@ -247,11 +247,11 @@ def _trained(batch: Batch, segments: list[list[Sample]], settings: RLSettings) -
 
 def _flat_groups(batch: Batch, segments: list[list[Sample]]) -> set[int]:
     """Return the groups in which every advantage is 0."""
-    largest: dict[int, float] = {}
+    flat = {episode.group: True for episode in batch.episodes}
     for episode, samples in zip(batch.episodes, segments, strict=True):
-        extremes = (x for s in samples for x in (max(s.advantages), -min(s.advantages)))
-        largest[episode.group] = max(largest.get(episode.group, 0.0), *extremes)
-    return {group for group, advantage in largest.items() if advantage < EPSILON}
+        if flat[episode.group]:
+            flat[episode.group] = all(abs(a) < EPSILON for sample in samples for a in sample.advantages)
+    return {group for group, equal in flat.items() if equal}
 
 
 def token_weights(

@@ -32,7 +32,7 @@ class QueuedGroup:
             "item": self.task.item,
             "turns": self.turns,
             "seed": self.seed,
-            "trajectories": None if self.group is None else [line.decode() for line in self.group.lines()],
+            "trajectories": None if self.group is None else [str(line, "utf-8") for line in self.group.lines()],
         }
 
     @classmethod

@@ -19,7 +19,7 @@ WORDS_COMPARED = 64
 
 CHANCE_REPLIES = 2.0
 """Pseudo-count of replies that differ by chance. A few different replies among equal ones are then no dependence."""
-DEPENDENCE_GROUPS = 128
+DEPENDENCE_GROUPS = 32
 """Groups of a step whose replies are compared by `replies/dependence`: enough for the estimate."""
 
 
@@ -34,6 +34,8 @@ class Digest:
     tokens: int
     """Tokens of all segments."""
     segments: int
+    invalid: tuple[int, int]
+    """(actions that were not valid, actions)."""
     repeated: tuple[int, int]
     """(replies that equal the reply before, replies from the second on)."""
     alternating: tuple[int, int]
@@ -58,11 +60,14 @@ def digest_of(trajectory: Trajectory) -> Digest:
     for turn, message in enumerate((m for m in messages if m.is_reply), 1):
         logprobs["mean"] += message.logprobs or []
         logprobs[turn_name(turn)] += message.logprobs or []
+    sampled = [len(m.token_ids) for m in messages if m.logprobs is not None]
+    reply_tokens = [len(m.token_ids) for m in messages if m.is_reply]
     return Digest(
-        sampled=[len(m.token_ids) for m in messages if m.logprobs is not None],
-        reply_tokens=[len(m.token_ids) for m in messages if m.is_reply],
+        sampled=sampled,
+        reply_tokens=sampled if sampled == reply_tokens else reply_tokens,  # one object is sent once
         tokens=sum(len(m.token_ids) + (m.prefix[1] if m.prefix is not None else 0) for m in messages),
         segments=trajectory.num_segments,
+        invalid=(sum(not info.get("valid", True) for info in trajectory.infos), len(trajectory.infos)),
         repeated=(sum(pairs), len(pairs)),
         alternating=(sum(loops), len(loops)),
         logprobs={name: (fsum(values), len(values)) for name, values in logprobs.items() if values},
@@ -109,7 +114,6 @@ def episode_metrics(groups: list[Group], environments: Collection[str] = ()) -> 
 
 def _means(groups: list[Group], digests: Mapping[int, Digest]) -> dict[str, float]:
     trajectories = [t for g in groups for t in g.usable]
-    turns = [info for t in trajectories for info in t.infos]
     own = [digests[id(t)] for t in trajectories]
     sampled = [tokens for digest in own for tokens in digest.sampled]
     metrics = {
@@ -120,7 +124,7 @@ def _means(groups: list[Group], digests: Mapping[int, Digest]) -> dict[str, floa
         "truncated/horizon_rate": _share(trajectories, lambda t: t.stop is StopReason.MAX_TURNS),
         "truncated/length_rate": _share(trajectories, lambda t: t.stop is StopReason.LENGTH),
         "truncated/context_rate": _share(trajectories, lambda t: t.stop is StopReason.MAX_CONTEXT),
-        "actions/invalid_rate": _mean(not info.get("valid", True) for info in turns),
+        "actions/invalid_rate": _rate(digest.invalid for digest in own),
         "actions/repeated_rate": _rate(digest.repeated for digest in own),
         "actions/alternating_rate": _rate(digest.alternating for digest in own),
         "tokens/per_reply": _mean(sampled),
@@ -261,10 +265,11 @@ def input_dependence(trajectories: list[Trajectory]) -> float | None:
 
 def _dependence(groups: list[Group]) -> float | None:
     """Return `input_dependence` of the usable episodes of at most DEPENDENCE_GROUPS groups."""
-    turns: dict[tuple[str, int], dict[_Input, _Sum]] = defaultdict(lambda: defaultdict(_Sum))
+    turns: dict[tuple[str, int], dict[_Input, _Sum]] = defaultdict(dict)
     for group in groups[:DEPENDENCE_GROUPS]:
         for (turn, observation), replies in reply_cells(group).items():
-            turns[group.task.env, turn][group.task.item, observation].add_sum(replies)
+            inputs, key = turns[group.task.env, turn], (group.task.item, observation)
+            inputs[key] = replies if key not in inputs else _joined([inputs[key], replies])
     comparisons = [comparison for inputs in turns.values() if (comparison := _compare(inputs))]
     if not comparisons:
         return None
@@ -307,11 +312,18 @@ class _Sum:
         for name, value in vector.items():
             self._vector[name] += value
 
-    def add_sum(self, other: _Sum) -> None:
-        self.add(other._vector, other.count)
-
     def square(self) -> float:
         return sum(value * value for value in self._vector.values())
+
+
+def _joined(parts: list[_Sum]) -> _Sum:
+    """Return the sum of the parts, which stay as they are."""
+    if len(parts) == 1:
+        return parts[0]
+    result = _Sum()
+    for part in parts:
+        result.add(part._vector, part.count)
+    return result
 
 
 def _compare(inputs: Mapping[_Input, _Sum]) -> tuple[int, float, float] | None:
@@ -321,10 +333,11 @@ def _compare(inputs: Mapping[_Input, _Sum]) -> tuple[int, float, float] | None:
     """
     cells = {key: replies for key, replies in inputs.items() if replies.count > 1}
     total = _Sum()
-    by_text: dict[bytes, _Sum] = defaultdict(_Sum)
+    by_observation: dict[bytes, list[_Sum]] = defaultdict(list)
     for (_, observation), replies in cells.items():
-        total.add_sum(replies)
-        by_text[observation].add_sum(replies)
+        total.add(replies._vector, replies.count)
+        by_observation[observation].append(replies)
+    by_text = {observation: _joined(sums) for observation, sums in by_observation.items()}
     if len(by_text) < 2:
         return None
     same = sum((cell.square() - cell.count) / (cell.count - 1) for cell in cells.values()) / total.count

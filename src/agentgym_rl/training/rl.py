@@ -77,7 +77,7 @@ class RLState:
             "horizons": {e: h.state() for e, h in self.horizons.items()},
             "sampled": self.sampled,
             "version": self.version,
-            "played": [[line.decode() for line in group.lines()] for group in self.played],
+            "played": [[str(line, "utf-8") for line in group.lines()] for group in self.played],
             "played_s": self.played_s if self.played else 0.0,
             "queued": [queued.to_json() for queued in self.queued],
             "started_steps": self.started_steps,

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Any
 
 import numpy
@@ -29,6 +28,7 @@ ARRAYS = {
     "versions": numpy.int32,
 }
 """Fields of a sample that are stored, with their types."""
+_NO_INFO: dict[str, Any] = {}
 Contents = list[dict[str, numpy.ndarray]]
 """The arrays of a group's samples."""
 
@@ -39,8 +39,8 @@ class StoredSample:
 
     num_tokens: int
     num_actions: int
-    turn_counts: list[tuple[int, int]]
-    """(turn, action tokens) in the order of the tokens."""
+    turn_counts: list[int]
+    """Action tokens of each turn, up to the last turn with any."""
     version_counts: dict[int, int]
     """Action tokens by the version of the weights that sampled them."""
     index: int
@@ -66,14 +66,17 @@ class StoredGroup:
     contents: Any = None
     """View of the contents, which keeps a copy on this node."""
 
-    def lines(self) -> list[bytes]:
+    def lines(self) -> list[memoryview]:
         view = memoryview(self.text)
-        return [bytes(view[a:b]) for a, b in zip([0, *self.line_ends], self.line_ends, strict=False)]
+        return [view[a:b] for a, b in zip([0, *self.line_ends], self.line_ends, strict=False)]
 
 
-def store(group: Group, *, keep_tail: bool, compare: bool) -> tuple[Group, Contents, numpy.ndarray]:
+def store(
+    group: Group, *, keep_tail: bool, compare: bool, keep_infos: bool = True
+) -> tuple[Group, Contents, numpy.ndarray]:
     """Return (the light group, its contents, its text). `keep_tail`: see `batch.to_samples`. `compare`: whether the
-    words of its replies are kept for `metrics.input_dependence`."""
+    words of its replies are kept for `metrics.input_dependence`. `keep_infos`: whether the light group has the infos of
+    all turns; else only the last turn's."""
     contents: Contents = []
     light, lines = [], group.lines()
     trainable = {id(t) for t in group.trainable}
@@ -82,7 +85,8 @@ def store(group: Group, *, keep_tail: bool, compare: bool) -> tuple[Group, Conte
         samples = to_samples(trajectory, keep_tail=keep_tail) if id(trajectory) in trainable else []
         digest.samples = [_light(sample, len(contents) + i) for i, sample in enumerate(samples)]
         contents += [{n: numpy.array(getattr(s, n), dtype) for n, dtype in ARRAYS.items()} for s in samples]
-        light.append(replace(trajectory, messages=[], tools=[], digest=digest))
+        infos = trajectory.infos if keep_infos else [*[_NO_INFO] * len(trajectory.infos[1:]), *trajectory.infos[-1:]]
+        light.append(replace(trajectory, messages=[], tools=[], infos=infos, digest=digest))
     line_ends = numpy.cumsum([len(line) for line in lines]).tolist()
     stored = StoredGroup(reply_distances(group), line_ends, reply_cells(group) if compare else {})
     return Group(group.task, light, stored), contents, numpy.frombuffer(b"".join(lines), dtype=numpy.uint8)
@@ -109,6 +113,6 @@ def load(samples: Iterable[Sample], fetch: Callable[[Any], Contents]) -> None:
 
 
 def _light(sample: Sample, index: int) -> Sample:
-    counts = [(turn, len(list(same))) for turn, same in groupby(sample.turn_index)]
+    counts = numpy.bincount(sample.turn_index).tolist()
     stored = StoredSample(len(sample.token_ids), len(sample.turn_index), counts, dict(Counter(sample.versions)), index)
     return Sample([], [], trajectory_id=sample.trajectory_id, order=sample.order, stored=stored)
