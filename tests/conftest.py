@@ -1,4 +1,7 @@
-"""Order of the test files, and a check after each test. This file also puts its folder on the import path, where the *_for_tests modules are."""
+"""Order of the test files, and a check after each test.
+
+This file also puts its folder on the import path, where the *_for_tests modules are.
+"""
 
 from __future__ import annotations
 

@@ -276,11 +276,12 @@ def show(
     step: Annotated[int | None, typer.Option(help="Training step; the last by default")] = None,
     number: Annotated[int, typer.Option("--number", "-n", min=1, help="How many episodes")] = 3,
     success: Annotated[bool | None, typer.Option("--success/--failure", help="Only these")] = None,
+    held_out: Annotated[bool, typer.Option("--held-out", help="Episodes of the evaluation, not of training")] = False,
 ) -> None:
     """Print trajectories of a run."""
     from agentgym_rl.commands.play import show as print_trajectories
 
-    print_trajectories(run, step, number, success)
+    print_trajectories(run, step, number, success, held_out=held_out)
 
 
 @app.command()
@@ -370,7 +371,9 @@ def evaluate(
         Path | None, typer.Option(help="Folder of AgentEval's item lists, such as webshop_test.json; for --suite")
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="At most so many items of each task, evenly spaced")] = None,
-    turns: Annotated[str | None, typer.Option(help="Turns allowed, one number or several: 2,4,8,16,32")] = None,
+    turns: Annotated[
+        str | None, typer.Option(help="Turns allowed: 10, or 2,4,8; by default the suite's, the run's or 30")
+    ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Episodes of each item, for avg@k and pass@k")] = 1,
     seed: Annotated[int, typer.Option(help="Of sampling and of random play")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder of the results; by default one in evals/")] = None,
@@ -498,7 +501,7 @@ def rescore(
     fresh: Annotated[bool, typer.Option("--fresh", help="Ask again what this command has asked before")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
 ) -> None:
-    """Judge stored episodes again by [[rewards]], and show how their ranks change. The run's files stay as they are."""
+    """Judge stored episodes again and show how their ranks change. The run's files stay as they are."""
     from agentgym_rl.commands.recipes import find_recipe
     from agentgym_rl.commands.rescore import rescore as score
 

@@ -350,6 +350,9 @@ def test_show_prints_episodes(run: Path, tmp_path: Path) -> None:
     assert (completed.returncode, completed.stderr) == (0, "")
     assert completed.stdout.count("babyai/") == 2
     assert "2 of the episodes in" in completed.stdout
+    completed = command("show", str(run), "--held-out", "-n", "1")
+    assert completed.returncode == 0
+    assert "trajectories/eval_" in completed.stdout.replace("\n", "")
     completed = command("show", str(run), "--step", "77")
     assert completed.returncode == 2
     assert_one_clear_line(completed.stderr, "no training episodes of step 77")

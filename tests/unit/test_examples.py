@@ -150,10 +150,9 @@ def test_the_commands_of_the_page_work(tmp_path: Path, monkeypatch: pytest.Monke
     assert "crossroads:Crossroads is ready" in outputs[0]
     assert "success  done, 3 turns, reward 1" in outputs[1]
     assert json.loads(Path("runs/crossroads/summary.json").read_text())["steps"] == 2
-    kwargs = [
-        json.loads(path.read_text())["config"]["environment"]["kwargs"] for path in Path("evals").glob("*/eval.json")
-    ]
-    assert sorted(settings["length"] for settings in kwargs) == [3, 6]  # the run's own, and --kwarg
+    configs = [json.loads(path.read_text())["config"] for path in Path("evals").glob("*/eval.json")]
+    played = sorted((c["environment"]["kwargs"]["length"], c["tasks"][0]["max_turns"]) for c in configs)
+    assert played == [(3, 3), (6, 6)]  # the run's own, and --kwarg with --turns
     assert Path("runs.html").stat().st_size > 10_000
 
 

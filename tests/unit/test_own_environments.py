@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import textwrap
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from runs_for_tests import context_of
 from servers_for_tests import server_in_thread
 
 import agentgym_rl as ag
@@ -17,11 +19,14 @@ from agentgym_rl.commands.evaluate import Request, evaluate
 from agentgym_rl.commands.load_agent import AgentOptions
 from agentgym_rl.commands.play import play
 from agentgym_rl.commands.view import ViewerEnvironments, own_environments
-from agentgym_rl.config import load_config
+from agentgym_rl.config import Config, load_config
 from agentgym_rl.environment import catalog
 from agentgym_rl.environment.pool import RemotePool
 from agentgym_rl.environment.server import load_served
 from agentgym_rl.errors import ConfigError
+from agentgym_rl.run.demonstrations import play_demonstrations
+from agentgym_rl.run.environments_pool import EnvironmentsPool
+from agentgym_rl.run.items import all_items
 from agentgym_rl.run.preflight import require_environments
 
 NAME = "echo_for_tests:Echo"
@@ -74,6 +79,13 @@ class Whole(Echo):
     @classmethod
     def subsets_of(cls, item):
         return ()
+
+
+class Breaks(Whole):
+    def step(self, text):
+        if text == "3":
+            raise ValueError("boom")
+        return super().step(text)
 
 
 class NoStep:
@@ -268,6 +280,25 @@ async def test_it_is_played_served_and_evaluated(folder: Path) -> None:
         await evaluate(
             Request(AgentOptions("oracle"), env=NAME, kwargs={"size": 12}, limit=5, out=folder / "evaluation")
         )
+
+
+async def test_episodes_that_fail_in_the_warm_start_are_reported(folder: Path) -> None:
+    config = Config.model_validate(
+        {
+            "model": {"scratch": {}},
+            "environments": [{"name": "echo_for_tests:Breaks"}],
+            "warm_start": {"policy": "random", "episodes": 40},
+        }
+    )
+    pool = EnvironmentsPool(config.environments, config.agent)
+    with context_of(config, folder / "run", pool, await all_items(pool, config.environments)) as context:
+        played = await play_demonstrations(context, "warmstart", "random", episodes=40, max_turns=2, mistakes=0.0)
+    await pool.close()
+    assert len(played) == 40
+    (event,) = map(json.loads, (folder / "run" / "events.jsonl").read_text().splitlines())
+    assert event["kind"] == "episode_errors"
+    assert "episodes failed and are not used; the first, of echo_for_tests:Breaks: " in event["message"]
+    assert "boom" in event["message"]
 
 
 async def test_the_viewer_imports_only_classes_named_on_its_command_line(folder: Path) -> None:

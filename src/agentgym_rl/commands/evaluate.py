@@ -72,6 +72,9 @@ DATA = {  # saved in eval.json and compared on resume: do not reword
     "sciworld": "ScienceWorld's own test variations",
 }
 
+DEFAULT_TURNS = 30
+"""Horizon of an environment that is in no suite, for an agent without a run."""
+
 ItemsBySubset = Mapping[str | None, tuple[int, ...]]
 """Item numbers that a server lists, by subset."""
 
@@ -100,6 +103,8 @@ class Request:
     """Arguments of the environment's constructor."""
     turns: tuple[int, ...] = ()
     """Horizons, or empty for each scenario's own."""
+    default_turns: int = DEFAULT_TURNS
+    """Horizon of an environment that is in no suite, or what the agent's own run gave it."""
     samples: int = 1
     seed: int = 0
     out: Path | None = None
@@ -163,6 +168,7 @@ def request_of(given: Mapping[str, Any]) -> Request:
         "urls": urls,
         "subsets": tuple(dict.fromkeys(given["subset"] or ())),
         "turns": parse_turns(given["turns"]),
+        "default_turns": DEFAULT_TURNS,
         "source": None,
         "kwargs": parse_assignments(given["kwarg"] or []),
         "step_timeout_s": given["step_timeout"],
@@ -214,13 +220,15 @@ async def evaluate(request: Request, console: Console | None = None) -> dict[str
 
 
 def _with_settings_of_run(request: Request) -> Request:
-    """Return the request with the source and kwargs that the agent's own run gave the environment."""
+    """Return the request with the source, kwargs and turns that the agent's own run gave the environment."""
     run = run_of(request.agent.spec) if request.suite is None and request.url is None else None
     if run is None:
         return request
-    for env in load_config(run[0] / "config.toml", []).environments:
+    config = load_config(run[0] / "config.toml", [])
+    for env in config.environments:
         if env.name == request.env and env.url is None:
-            return replace(request, source=env.source, kwargs={**env.kwargs, **request.kwargs})
+            kwargs, turns = {**env.kwargs, **request.kwargs}, env.eval_max_turns or config.eval.max_turns
+            return replace(request, source=env.source, kwargs=kwargs, default_turns=turns)
     return request
 
 
@@ -433,7 +441,7 @@ def _environment_plans(request: Request, listed: ItemsBySubset) -> list[TaskPlan
     env = request.env
     assert env is not None
     data, own_data = _data_of(env, request, request.split)
-    scenario = _scenario_of(request.source or env, own_data, request.url)
+    scenario = _scenario_of(request.source or env, own_data, request)
     tasks = {
         task.subset: task
         for suite in (*SUITES.values(), *SUBSTITUTES.values())
@@ -468,13 +476,13 @@ def _environment_plans(request: Request, listed: ItemsBySubset) -> list[TaskPlan
     return [replace(plan, items=tuple(evenly_spaced(plan.items, limit))) if limit else plan for plan in plans]
 
 
-def _scenario_of(env: str, own_data: bool, url: str | None) -> Scenario:
+def _scenario_of(env: str, own_data: bool, request: Request) -> Scenario:
     """Return the suite's scenario or its substitute, so that a scenario has one name however its items are chosen."""
     if own_data:
         return BUILT_IN_SCENARIOS[env]
-    suites = tuple(SUITES.values()) if url is not None and is_agentgym(url) else (AGENTGYM_27,)
+    suites = tuple(SUITES.values()) if request.url is not None and is_agentgym(request.url) else (AGENTGYM_27,)
     known = {task.scenario.env: task.scenario for tasks in reversed(suites) for task in tasks}
-    return known.get(env, Scenario(env, env, 30, "act"))
+    return known.get(env, Scenario(env, env, request.default_turns, "act"))
 
 
 def _plan(

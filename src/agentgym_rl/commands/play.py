@@ -122,10 +122,10 @@ async def _draw(session: EnvSession) -> Path:
     return path
 
 
-def show(run: Path, step: int | None, number: int, success: bool | None) -> None:
+def show(run: Path, step: int | None, number: int, success: bool | None, *, held_out: bool = False) -> None:
     """Print up to `number` episodes of a step of a run, by default the last step."""
     console = Screen(highlight=False)
-    path = _trajectory_file(run, step)
+    path = _trajectory_file(run, step, "eval" if held_out else "step")
     shown = 0
     for trajectory in read_trajectories(path):
         if success is not None and trajectory.success is not success:
@@ -137,14 +137,15 @@ def show(run: Path, step: int | None, number: int, success: bool | None) -> None
     console.print(Text(f"{shown} of the episodes in {path}", "dim"))
 
 
-def _trajectory_file(run: Path, step: int | None) -> Path:
+def _trajectory_file(run: Path, step: int | None, kind: str) -> Path:
     if run.is_file():
         return run
-    files = sorted((run / "trajectories").glob("step_*.jsonl"))
+    files = sorted((run / "trajectories").glob(f"{kind}_*.jsonl"))
     if step is not None:
-        files = [f for f in files if f.stem == f"step_{step:06d}"]
+        files = [f for f in files if f.stem == f"{kind}_{step:06d}"]
     if not files:
-        what = "no training episodes" if step is None else f"no training episodes of step {step}"
+        episodes = "training episodes" if kind == "step" else "held-out episodes"
+        what = f"no {episodes}" if step is None else f"no {episodes} of step {step}"
         raise ConfigError(f"{run} holds {what}: give a run directory or a file of its trajectories")
     return files[-1]
 

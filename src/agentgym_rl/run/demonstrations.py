@@ -190,7 +190,7 @@ async def play_demonstrations(
             1,
             f"{kind}-",
             episode_slots(config.agent, config.environments),
-            on_trajectory=lambda _: advance(),
+            on_trajectory=lambda trajectory: advance(int(trajectory.stop is not StopReason.ERROR)),
         )
         for env in config.environments:
             limits = limits_of(config.agent, max_turns, env=env)
@@ -212,6 +212,14 @@ async def play_demonstrations(
     label = "warm start" if kind == "warmstart" else kind
     if not usable:
         raise EnvError(f"{label}: all {len(played)} episodes failed; the first: {played[0].error}")
+    failed = [t for t in played if t.stop is StopReason.ERROR]
+    if failed:
+        context.warn(
+            "episode_errors",
+            f"{label}: {len(failed)} of {len(played)} episodes failed and are not used; the first, of "
+            f"{failed[0].task.env}: {failed[0].error}",
+            step=0,
+        )
     if policy != "oracle":
         return usable
     if mistakes:

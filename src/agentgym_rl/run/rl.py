@@ -54,6 +54,7 @@ class RLRun(Run):
         learner = backend.learner
         if config.rl.distill is not None and config.rl.distill.url is not None:
             learner = await make_taught(backend.learner, config.rl.distill, backend.renderer, backend.max_context)
+        # The horizon replaces the 1 turn at every step.
         limits = {env.name: limits_of(config.agent, 1, backend.max_context, env) for env in config.environments}
         self._mark_resumable()
         if self.stop.asked:

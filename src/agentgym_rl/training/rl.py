@@ -124,7 +124,7 @@ async def train_rl(
     hooks: Hooks,
     seed: int,
 ) -> None:
-    """Train until the state is `over`. `limits` are by environment; the horizon overrides their max_turns.
+    """Train until the state `is_finished`. `limits` are by environment; the horizon overrides their max_turns.
 
     With `overlap` the learner works in a thread while the next step's episodes are played with the current weights;
     with `max_staleness`, while groups of later steps are played. The engine then needs its own copy of the weights.

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 
 def require_minimums(settings: Any, **minimums: float) -> None:
@@ -145,10 +145,7 @@ ZERO_VARIANCE_ALGORITHMS: tuple[Algorithm, ...] = ("grpo", "rloo")
 
 _NEEDS_CRITIC = "it needs a critic's values, which only ppo has"
 INVALID: dict[tuple[str, str], str] = {
-    ("grpo", "two_level"): _NEEDS_CRITIC,
-    ("rloo", "two_level"): _NEEDS_CRITIC,
-    ("reinforce++", "two_level"): _NEEDS_CRITIC,
-    ("reinforce++-baseline", "two_level"): _NEEDS_CRITIC,
+    **{(algorithm, "two_level"): _NEEDS_CRITIC for algorithm in get_args(Algorithm) if algorithm != "ppo"},
     ("reinforce++", "anchor"): "it compares the episodes of a group, which reinforce++ does not",
     ("reinforce++-baseline", "anchor"): "normalising over the batch would undo the comparison within anchor states",
     ("ppo", "anchor"): "the critic's value is already a baseline for every state",
