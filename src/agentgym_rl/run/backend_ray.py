@@ -440,9 +440,10 @@ class RayBackend:
             return list(await asyncio.gather(*(play(job) for job in jobs)))
 
         async def play(job: Job) -> Group:
-            (group, *parts), references = await self._app.play(job, job.group_size, 3 if job.stored else 1)
+            parts, references = await self._app.play(job, job.group_size, 3 if job.stored else 1)
+            group = parts[0]
             if job.stored:
-                stored.attach(group, *parts, references[1])
+                stored.attach(group, parts[1], parts[2], references[1])
             if on_trajectory is not None:
                 for trajectory in group.trajectories:
                     on_trajectory(trajectory)

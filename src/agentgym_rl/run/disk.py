@@ -99,7 +99,7 @@ class RetryingWriter:
             if entry.append:
                 append(path, *entry.data)
             else:
-                write_atomically(path, entry.data[0])
+                write_atomically(path, bytes(entry.data[0]))
         except OSError as error:
             if error.errno not in FULL:
                 raise
