@@ -1,16 +1,19 @@
 """Measure the serial work of a cluster's step: the driver's, and that of rank 0 when it publishes weights.
 
     python benchmarks/driver.py [--episodes 128] [--tokens 8192] [--turns 30] [--ranks 360] [--of 8192]
+    python benchmarks/driver.py --episodes 8192 --repeats 1        # 64M tokens, all of them; 3 GB of memory
 
 The rest of a step is spread over ranks, engines and hosts, so this serial work bounds how far a run can scale.
-Episodes are synthetic: `tokens` each over `turns` turns, a tenth of them sampled, four characters per token. Each part
-is the function that a run calls. Its CPU seconds (without disk waits) are scaled to `--of` episodes. Cutting weights
-into buckets is measured from host memory to host memory, without the copy from a device.
+Episodes are synthetic: `tokens` each over `turns` turns, a tenth of them sampled, four characters per token, replies of
+words. Each part is the function that a run calls. Groups are divided as on the hosts (training/stored.py); the ranks'
+results are made here. Its CPU seconds (without disk waits) are scaled to `--of` episodes. Cutting weights into buckets
+is measured from host memory to host memory, without the copy from a device.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import pickle
 import random
@@ -22,14 +25,17 @@ from typing import Any
 
 import torch
 
-from agentgym_rl.run.log import RunLog
-from agentgym_rl.training.batch import estimate, gather, split_batch
+from agentgym_rl.common.garbage import rare_collections
+from agentgym_rl.run.log import RunLog, learned_line
+from agentgym_rl.run.rank_handles import RankResult, SampleResult, fill
+from agentgym_rl.training import stored
+from agentgym_rl.training.batch import Batch, estimate, gather, split_batch
 from agentgym_rl.training.horizon import make_horizon
-from agentgym_rl.training.metrics import episode_metrics
-from agentgym_rl.training.rl_learner import by_turn
+from agentgym_rl.training.metrics import DEPENDENCE_GROUPS, episode_metrics
+from agentgym_rl.training.rl_learner import means
 from agentgym_rl.training.settings import HorizonSettings, RLSettings
 from agentgym_rl.transport.buckets import place_in_buckets, tensor_view
-from agentgym_rl.types import Group, Limits, Message, StopReason, Task, Trajectory
+from agentgym_rl.types import Group, Limits, Message, Sample, StopReason, Task, Trajectory
 
 GROUP_SIZE = 8
 SAMPLED_SHARE = 0.1
@@ -40,11 +46,12 @@ def synthetic_episode(number: int, tokens: int, turns: int, rng: random.Random) 
     per_turn, sampled = tokens // turns, max(1, int(tokens // turns * SAMPLED_SHARE))
     messages = []
     for _ in range(turns):
-        prompt = [rng.randrange(150_000) for _ in range(per_turn - sampled)]
-        reply = [rng.randrange(150_000) for _ in range(sampled)]
+        prompt = rng.choices(range(150_000), k=per_turn - sampled)
+        reply = rng.choices(range(150_000), k=sampled)
+        said = " ".join(f"w{token % 997}" for token in reply)
         messages += [
-            Message("user", "seen" * len(prompt), prompt),
-            Message("assistant", "said" * len(reply), reply, [-rng.random() for _ in reply], 0),
+            Message("user", f"{number // GROUP_SIZE:04}" + "seen" * (len(prompt) - 1), prompt),
+            Message("assistant", said, reply, [-rng.random() for _ in reply], 0),
         ]
     task = Task("made-up", number // GROUP_SIZE)
     rewards = [0.0] * (turns - 1) + [float(rng.random() < 0.5)]
@@ -52,12 +59,35 @@ def synthetic_episode(number: int, tokens: int, turns: int, rng: random.Random) 
     return Trajectory(f"t{number}", task, messages, rewards, infos, StopReason.DONE, horizon=turns)
 
 
-def driver(options: argparse.Namespace, folder: Path) -> dict[str, float]:
+def play(options: argparse.Namespace) -> list[tuple[bytes, Any, Any]]:
+    """Return the parts of every group as hosts send them: the light group, pickled, its contents and its text."""
+    rng, parts = random.Random(0), []
+    for first in range(0, options.episodes, GROUP_SIZE):
+        episodes = [synthetic_episode(first + n, options.tokens, options.turns, rng) for n in range(GROUP_SIZE)]
+        compare = first // GROUP_SIZE < DEPENDENCE_GROUPS * options.episodes / options.of
+        group, keep = Group(episodes[0].task, episodes), {"keep_tail": False, "keep_infos": False}
+        light, contents, text = stored.store(group, **keep, compare=compare)
+        parts.append((pickle.dumps(light, 5), contents, text))
+    return parts
+
+
+def results_of_ranks(shares: list[Batch], indices: list[list[int]]) -> list[bytes]:
+    """Return what every rank sends back after learning, pickled."""
+    results = []
+    for share, known in zip(shares, indices, strict=True):
+        samples: list[SampleResult] = []
+        for sample, _ in zip(share.samples, known, strict=True):
+            count = sample.stored.num_actions
+            values = [-0.12345] * count
+            scored = Sample([], [], advantages=sample.advantages, old_logprobs=values, entropies=values)
+            samples.append(learned_line(sample.trajectory_id, [scored]))
+        sums = {f"entropy/turn_{turn}": (1.0, 2) for turn in range(1, 9)}
+        results.append(pickle.dumps(RankResult({"loss": 0.0}, 0.0, sums, samples), 5))
+    return results
+
+
+def driver(options: argparse.Namespace, folder: Path, parts: list[tuple[bytes, Any, Any]]) -> dict[str, float]:
     """Return the seconds of each part of a step, in order."""
-    rng = random.Random(0)
-    episodes = [synthetic_episode(n, options.tokens, options.turns, rng) for n in range(options.episodes)]
-    played = [Group(episodes[n].task, episodes[n : n + GROUP_SIZE]) for n in range(0, len(episodes), GROUP_SIZE)]
-    pickled = [pickle.dumps(group, 5) for group in played]
     settings = RLSettings()
     limits = {"made-up": Limits(options.turns, options.tokens, 2 * options.tokens)}
     horizons = {"made-up": make_horizon(HorizonSettings())}
@@ -70,23 +100,32 @@ def driver(options: argparse.Namespace, folder: Path) -> dict[str, float]:
         seconds[name] = time.process_time() - started
         return result
 
-    groups = timed("unpickle groups", lambda: [pickle.loads(group) for group in pickled])
-    trajectories = [t for group in groups for t in group.trajectories]
+    def unpickle() -> list[Group]:
+        return [
+            stored.attach(pickle.loads(light), contents, text, n) for n, (light, contents, text) in enumerate(parts)
+        ]
+
+    with rare_collections():
+        groups = timed("unpickle light groups", unpickle)
 
     def write() -> None:
-        for trajectory in trajectories:
-            log.write_trajectory(1, trajectory)
+        for line in (line for group in groups for line in group.lines()):
+            log.write_line(1, line)
 
     timed("write trajectories", write)
     timed("metrics", lambda: episode_metrics(groups, horizons))
     batch = timed("gather, estimate", lambda: estimate(gather(groups, settings, limits), settings))
-    shares, _ = timed("split over ranks", lambda: split_batch(batch, options.ranks, settings.minibatches, 0))
+    shares, indices = timed("split over ranks", lambda: split_batch(batch, options.ranks, settings.minibatches, 0))
     timed("pickle shares", lambda: [pickle.dumps(share, 5) for share in shares])
-    for sample in batch.samples:  # the results of the ranks
-        sample.old_logprobs = sample.reference_logprobs = sample.entropies = [-rng.random() for _ in sample.logprobs]
-    rows = [pickle.dumps((s.old_logprobs, s.entropies, s.reference_logprobs), 5) for s in batch.samples]
-    timed("unpickle results of ranks", lambda: [pickle.loads(row) for row in rows])
-    timed("metrics by turn", lambda: by_turn(batch.samples))
+    rows = results_of_ranks(shares, indices)
+
+    def read_results() -> None:
+        results = [pickle.loads(row) for row in rows]
+        for known, result in zip(indices, results, strict=True):
+            fill([batch.samples[i] for i in known], result.samples)
+        means([result.turn_sums for result in results])
+
+    timed("results of ranks", read_results)
     timed("write learned samples", lambda: log.write_learned(1, batch.samples))
     log.close()
     return seconds
@@ -104,22 +143,25 @@ def bucket_rate() -> float:
 
 def main(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    runs = []
+    runs, parts = [], play(options)
+    gc.freeze()  # the hosts' work is not the driver's to collect
     for _ in range(options.repeats):
         with tempfile.TemporaryDirectory() as folder:
-            runs.append(driver(options, Path(folder)))
+            runs.append(driver(options, Path(folder), parts))
     seconds = {name: min(run[name] for run in runs) for name in runs[0]}
     factor = options.of / options.episodes
     scaled = {name: factor * value for name, value in seconds.items()}
     tokens = options.of * options.tokens
     print(f"{options.of} episodes, {tokens / 1e6:.0f}M tokens, {options.ranks} ranks, in CPU seconds")
     for name, value in scaled.items():
-        print(f"    {name:28} {value:6.1f}")
-    print(f"    {'total':28} {sum(scaled.values()):6.1f}")
-    rate = max(bucket_rate() for _ in range(options.repeats))
-    print(f"buckets: {rate:.1f} GB/s")
+        print(f"    {name:28} {value:6.2f}")
+    print(f"    {'total':28} {sum(scaled.values()):6.2f}")
+    results: dict[str, Any] = {"seconds": scaled}
+    if options.weights:
+        results["buckets_gb_per_s"] = rate = max(bucket_rate() for _ in range(options.repeats))
+        print(f"buckets: {rate:.1f} GB/s")
     if options.out:
-        options.out.write_text(json.dumps({"seconds": scaled, "buckets_gb_per_s": rate}, indent=2) + "\n")
+        options.out.write_text(json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":
@@ -130,5 +172,6 @@ if __name__ == "__main__":
     parser.add_argument("--ranks", type=int, default=360)
     parser.add_argument("--repeats", type=int, default=3, help="repetitions; each part's lowest time counts")
     parser.add_argument("--of", type=int, default=8192, help="episodes of a step")
+    parser.add_argument("--no-weights", dest="weights", action="store_false", help="leave out the buckets")
     parser.add_argument("--out", type=Path, help="write the results as JSON")
     main(parser.parse_args())

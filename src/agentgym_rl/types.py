@@ -239,6 +239,8 @@ class Trajectory:
     """Role that it was played in, if the environment has several."""
     player: str = ""
     """Player of that role: LEARNER, or the name of another policy, which is not trained on."""
+    digest: Any = None
+    """Numbers of its messages (training.metrics.Digest), if these are stored in another process; else None."""
 
     @property
     def reward(self) -> float:
@@ -434,6 +436,12 @@ class Group:
 
     task: Task
     trajectories: list[Trajectory]
+    stored: Any = None
+    """Where its messages are (training.stored.StoredGroup), if its trajectories have none; else None."""
+
+    def lines(self) -> Sequence[bytes | memoryview]:
+        """Return its trajectories as lines of JSON in UTF-8, without line ends."""
+        return self.stored.lines() if self.stored is not None else [t.to_json().encode() for t in self.trajectories]
 
     @property
     def learns(self) -> bool:
@@ -490,6 +498,12 @@ class Sample:
     """A: position of each token among the trained tokens of its episode; empty if the sample is the whole episode."""
     left_out: list[tuple[int, int]] = field(default_factory=list)
     """(start, length) of replies that are not imitated: no loss is taken on them, even if it is on other text."""
+    stored: Any = None
+    """Where its tokens are and how many (training.stored.StoredSample), if lists above are empty; else None."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) or (self.stored.num_tokens if self.stored is not None else 0)
 
 
 def in_order(samples: Sequence[Sample], name: str) -> list[float]:

@@ -430,7 +430,7 @@ def test_placement_puts_pairs_into_one_bundle_and_learners_together() -> None:
     assert pairs.resolved_for({"CPU": 99.0}) is pairs
 
 
-def test_a_missing_cluster_is_reported_in_one_line() -> None:
+async def test_a_missing_cluster_is_reported_in_one_line() -> None:
     from agentgym_rl.run.backend_ray import plan_of
     from agentgym_rl.scale.ray_app import RayApp
 
@@ -442,5 +442,5 @@ def test_a_missing_cluster_is_reported_in_one_line() -> None:
     with pytest.raises(
         ConfigError, match=r"scale\.address = '127\.0\.0\.1:1': no Ray cluster answers there"
     ) as refused:
-        RayApp(plan).connect()
+        await RayApp(plan).connect()
     assert "\n" not in str(refused.value)

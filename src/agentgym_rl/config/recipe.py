@@ -272,7 +272,7 @@ class Config(Section):
 
     def sessions_per_engine(self) -> int:
         """Return the episodes that each engine holds at the same time. Further episodes wait."""
-        engines = self.scale.engines if self.scale is not None else self.engine.replicas
+        engines = self.scale.engines if self.scale is not None else len(self.engine.urls) or self.engine.replicas
         roles = 1 if self.team is None else sum(role.policy == "learner" for role in self.team.roles.values())
         return roles * min(self.agent.concurrency, math.ceil(self.agent.concurrency / engines * ENGINE_SLACK))
 

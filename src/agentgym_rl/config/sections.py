@@ -344,6 +344,9 @@ class ScaleConfig(Section):
     """colocated: learner n and engine n share a device. disaggregated: each has its own."""
     address: str | None = None
     """Address of a Ray cluster that this machine is part of, auto or head:6379. Without it, the run starts Ray."""
+    nodes: int | None = Field(None, ge=1)
+    """Nodes of the cluster at `address` to wait for before the run starts, at most worker_timeout_s. The command may
+    then be started before the cluster. Without it, the cluster must be there; missing GPUs and cores are waited for."""
     learner_cpus: float = Field(1.0, gt=0, le=1024, allow_inf_nan=False)
     """Cores that each learner reserves."""
     engine_cpus: float = Field(1.0, gt=0, le=1024, allow_inf_nan=False)
@@ -381,4 +384,6 @@ class ScaleConfig(Section):
                 f"address = {self.address!r}: the run's own process must be on a node of the cluster, Ray's client "
                 "will not do; start the command there with address = 'auto'"
             )
+        if self.nodes is not None and self.address is None:
+            raise ValueError(f"nodes = {self.nodes} needs the address of a cluster: set address = 'auto'")
         return self

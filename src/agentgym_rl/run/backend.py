@@ -83,10 +83,13 @@ class Backend(Protocol):
         temperature: float,
         on_trajectory: OnTrajectory | None = None,
         oracle_share: float | None = None,
+        *,
+        keep_tokens: bool = False,
     ) -> CollectFrom:
         """Return a function that plays groups of `group_size`; without one, groups as the recipe trains on them.
 
-        With `oracle_share` the oracle advises every turn and plays that share of them.
+        With `oracle_share` the oracle advises every turn and plays that share of them. With `keep_tokens` the processes
+        that play may keep the tokens of an episode for the learners (training/stored.py).
         """
 
     def trainer(self, data: list[Any], settings: SFTSettings | PairSettings, seed: int | str) -> Trainer:
@@ -186,6 +189,8 @@ class LocalBackend:
         temperature: float,
         on_trajectory: OnTrajectory | None = None,
         oracle_share: float | None = None,
+        *,
+        keep_tokens: bool = False,
     ) -> CollectFrom:
         config = self._config
         policies = engine_policies(

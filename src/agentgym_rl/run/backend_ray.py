@@ -30,29 +30,35 @@ from agentgym_rl.run.collectors import engine_policies, make_collector, make_sta
 from agentgym_rl.run.context import RunContext
 from agentgym_rl.run.environments_pool import EnvironmentsPool
 from agentgym_rl.run.load_model import choose_device, load_from
+from agentgym_rl.run.rank_handles import (
+    LearnerHandle,
+    RankResult,
+    SampleResult,
+    TrainerHandle,
+    claim_device,
+    result_of_learning,
+    result_of_score,
+)
 from agentgym_rl.run.start import Start, describe_scratch, imitate, make_untrained_model
-from agentgym_rl.run.system import SystemMonitor, over_ranks
+from agentgym_rl.run.system import SystemMonitor
 from agentgym_rl.run.teams import Team
 from agentgym_rl.scale.folders import require_same, require_shared
 from agentgym_rl.scale.process_group import ProcessRanks, untied_state, whole_state
 from agentgym_rl.scale.publisher import shares_device_memory
 from agentgym_rl.scale.resource_plan import Plan
 from agentgym_rl.scale.shards import ShardWriter, like_learner, load_shards, require_written, shard_state
-from agentgym_rl.training import lora
-from agentgym_rl.training.batch import Batch, split_batch
+from agentgym_rl.training import lora, stored
+from agentgym_rl.training.batch import Batch
 from agentgym_rl.training.checkpoint import SHARDS, commit, removed_on_error, save_state, stage
 from agentgym_rl.training.dpo import Preference, make_preferences
 from agentgym_rl.training.learner import freeze
+from agentgym_rl.training.metrics import DEPENDENCE_GROUPS
 from agentgym_rl.training.offline_settings import PairSettings
-from agentgym_rl.training.ranks import EmptyFirst, balanced_shares
+from agentgym_rl.training.ranks import EmptyFirst
 from agentgym_rl.training.reward_model import RewardTrainer, save_head
-from agentgym_rl.training.rl_learner import by_turn
-from agentgym_rl.training.settings import RLSettings, SFTSettings, TreeSettings
+from agentgym_rl.training.rl_learner import turn_sums
+from agentgym_rl.training.settings import SFTSettings, TreeSettings
 from agentgym_rl.types import CollectFrom, Group, Limits, Sample, Task
-
-SCORED_FIELDS = ("old_logprobs", "entropies", "reference_logprobs", "teacher_logprobs", "values", "last_value")
-"""Fields of a sample that a learner fills in."""
-SampleScores = list[tuple[Any, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +77,12 @@ class Job:
     """Version of the weights that it is played with."""
     oracle_share: float | None = None
     tree: TreeSettings | None = None
+    stored: bool = False
+    """Whether the group is divided into the parts of training/stored.py."""
+    keep_tail: bool = False
+    """Whether samples keep the tokens after the last reply, for a critic."""
+    keep_infos: bool = False
+    """Whether the driver needs the infos of all turns: states to compare, or attempts."""
 
 
 class Rank:
@@ -89,6 +101,8 @@ class Rank:
             offload=scale.offload and not adapters,
             reduce_once=scale.reduce_gradients == "update",
         )
+        self.fetch: Callable[[Any], Any]
+        """Reads an object of the cluster's store; set by the actor."""
         self._writer = ShardWriter(background=config.checkpoint.background)
         self._system = SystemMonitor()
         self._model: Any = None
@@ -152,16 +166,20 @@ class Rank:
         self._release_device()
         return scores
 
-    def score(self, samples: list[Sample], policy_only: bool) -> SampleScores:
+    def score(self, samples: list[Sample], policy_only: bool) -> list[SampleResult]:
+        stored.load(samples, self.fetch)
         self._learner.score(samples, policy_only=policy_only)
         self._release_device()
-        return [_scores_of(sample) for sample in samples]
+        return [result_of_score(sample, policy_only) for sample in samples]
 
-    def learn(self, batch: Batch, seed: int) -> tuple[dict[str, float], float, SampleScores]:
-        count = len(batch.samples)
+    def learn(self, batch: Batch, seed: int) -> RankResult:
+        samples = list(batch.samples)
+        stored.load(samples, self.fetch)
         metrics = self._learner.learn(batch, seed) | self._system.gpu()
         self._release_device()
-        return metrics, self._learner.kl_coef, [_scores_of(sample) for sample in batch.samples[:count]]
+        return RankResult(
+            metrics, self._learner.kl_coef, turn_sums(samples), [result_of_learning(sample) for sample in samples]
+        )
 
     def num_parameters(self) -> int:
         return self._model.num_parameters()
@@ -263,7 +281,8 @@ class Player:
     def num_open(self) -> int:
         return self._pool.num_open
 
-    async def play(self, job: Job) -> Group:
+    async def play(self, job: Job) -> Group | tuple[Any, ...]:
+        """Return the group, or its parts (training/stored.py)."""
         engine = self._engine.at_least(job.version)
         policies = engine_policies(
             engine,
@@ -277,7 +296,10 @@ class Player:
             self._agent, self._pool, policies, job.group_size, job.prefix, self._stages, tree=job.tree
         )
         (group,) = await collect([job.task], job.limits, job.seed, job.index)
-        return group
+        if not job.stored:
+            return group
+        keep = {"keep_tail": job.keep_tail, "keep_infos": job.keep_infos, "compare": job.index < DEPENDENCE_GROUPS}
+        return await asyncio.to_thread(stored.store, group, **keep)
 
     async def close(self) -> None:
         await self._pool.close()
@@ -325,52 +347,6 @@ def named_variables(environments: Iterable[EnvironmentConfig]) -> dict[str, str]
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
-class TrainerHandle:
-    """A `Trainer` on ranks: every rank has all data and takes its share of a batch."""
-
-    def __init__(self, app: Any, data: list[Any], settings: SFTSettings | PairSettings, seed: int | str) -> None:
-        self._app = app
-        claim_device(app)
-        self.total: int = app.on_all("make_trainer", data, settings, seed)[0]
-        self.updates = 0
-
-    def step(self) -> dict[str, float]:
-        claim_device(self._app)
-        metrics = self._app.on_all("step")[0]
-        self.updates += 1
-        return metrics
-
-    def restored(self, updates: int, kl_coef: float) -> None:
-        self.updates = updates
-
-
-class LearnerHandle:
-    """The learner of `train_rl` on ranks: gives each rank its share and joins their results."""
-
-    def __init__(self, app: Any, settings: RLSettings) -> None:
-        self._app, self._rl, self._size = app, settings, app.plan.learners
-        self.kl_coef = settings.kl_coef
-
-    def score(self, samples: list[Sample], *, policy_only: bool = False) -> None:
-        claim_device(self._app)
-        shares = balanced_shares([len(s.token_ids) for s in samples], self._size)
-        rank_scores = self._app.on_ranks("score", [([samples[i] for i in share], policy_only) for share in shares])
-        for share, scores in zip(shares, rank_scores, strict=True):
-            _fill([samples[i] for i in share], scores)
-
-    def learn(self, batch: Batch, seed: int) -> dict[str, float]:
-        claim_device(self._app)
-        shares, indices = split_batch(batch, self._size, self._rl.minibatches, seed)
-        results = self._app.on_ranks("learn", [(share, seed) for share in shares])
-        for known, (_, _, scores) in zip(indices, results, strict=True):
-            _fill([batch.samples[i] for i in known], scores)
-        metrics, self.kl_coef, _ = results[0]
-        return metrics | over_ranks([result[0] for result in results]) | by_turn(batch.samples)
-
-    def restored(self, updates: int, kl_coef: float) -> None:
-        self.kl_coef = kl_coef
-
-
 class RayBackend:
     """The backend of a run as actors on a Ray cluster."""
 
@@ -411,7 +387,7 @@ class RayBackend:
             start.tokenizer.save_pretrained(folder)
         folder, reference_dir = _absolute(folder), _absolute(reference_dir or folder)
         try:
-            app.connect()
+            await app.connect(console.note)
             worker_config = config_for_workers(config, app.plan.device)
             await app.start_learners(partial(Rank, worker_config))
             ask = partial(on_other_nodes, plan.worker_timeout_s)
@@ -454,17 +430,24 @@ class RayBackend:
         temperature: float,
         on_trajectory: OnTrajectory | None = None,
         oracle_share: float | None = None,
+        *,
+        keep_tokens: bool = False,
     ) -> CollectFrom:
         sizes = self._config.group_sizes(group_size)
         tree = self._config.rl.tree if group_size is None else None
 
         async def collect(tasks: list[Task], limits: Limits, seed: int, first: int = 0, /) -> list[Group]:
-            more = (temperature, self.version, oracle_share, tree)
+            rl, attempts = self._config.rl, self._config.agent.style == "reflect"
+            keep = (keep_tokens, rl.algorithm == "ppo", rl.credit == "anchor" or attempts)
+            more = (temperature, self.version, oracle_share, tree, *keep)
             jobs = [Job(t, limits, seed, i, prefix, sizes[t.env], *more) for i, t in enumerate(tasks, first)]
             return list(await asyncio.gather(*(play(job) for job in jobs)))
 
         async def play(job: Job) -> Group:
-            group = await self._app.play(job, job.group_size)
+            parts, references = await self._app.play(job, job.group_size, 3 if job.stored else 1)
+            group = parts[0]
+            if job.stored:
+                stored.attach(group, parts[1], parts[2], references[1])
             if on_trajectory is not None:
                 for trajectory in group.trajectories:
                     on_trajectory(trajectory)
@@ -561,15 +544,11 @@ def plan_of(config: Config) -> Plan:
         worker_timeout_s=scale.worker_timeout_s,
         devices_per_engine=config.engine.tensor_parallel,
         senders=1 if config.model.lora is not None else scale.shard_ranks or scale.learners,
+        sessions_per_engine=config.sessions_per_engine(),
+        nodes=scale.nodes or 0,
     )
     shares_device_memory(plan)  # raises for an unknown value
     return plan
-
-
-def claim_device(app: Any) -> None:
-    """Free the device for ranks if they share it with engines."""
-    if app.plan.layout == "colocated":
-        app.sleep_engines()
 
 
 def release_memory() -> None:
@@ -583,13 +562,3 @@ def _absolute(folder: Path) -> Path:
     """Return an absolute path. A hub name stays as it is."""
     place = folder.expanduser()
     return place.absolute() if place.is_dir() else folder
-
-
-def _scores_of(sample: Sample) -> tuple[Any, ...]:
-    return tuple(getattr(sample, name) for name in SCORED_FIELDS)
-
-
-def _fill(samples: list[Sample], scores: SampleScores) -> None:
-    for sample, values in zip(samples, scores, strict=True):
-        for name, value in zip(SCORED_FIELDS, values, strict=True):
-            setattr(sample, name, value)

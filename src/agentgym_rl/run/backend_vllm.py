@@ -62,7 +62,7 @@ def make_vllm(config: Config, folder: Path) -> Vllm:
             )
             for _ in range(settings.replicas)
         ]
-    return engines[0] if len(engines) == 1 else Replicas(engines)
+    return engines[0] if len(engines) == 1 else Replicas(engines, config.sessions_per_engine())
 
 
 async def start_vllm(

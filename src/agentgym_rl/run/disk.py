@@ -8,8 +8,8 @@ import os
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from agentgym_rl.common.files import write_atomically
@@ -25,7 +25,8 @@ RETRY_S = 1.0
 class PendingWrite:
     """Data that waits for space on the disk."""
 
-    data: bytes
+    data: Sequence[bytes | memoryview]
+    """Parts of the data."""
     append: bool
     """Whether to append to the file; else `data` replaces it."""
     droppable: bool
@@ -47,12 +48,13 @@ class RetryingWriter:
         self.num_dropped = 0
         """Lines of episodes dropped since then."""
 
-    def append(self, path: Path, line: bytes, *, droppable: bool = False) -> None:
+    def append(self, path: Path, *line: bytes | memoryview, droppable: bool = False) -> None:
+        """Append the parts of a line."""
         self._write(path, PendingWrite(line, append=True, droppable=droppable))
 
     def replace(self, path: Path, data: bytes, *, droppable: bool = False) -> None:
         self.discard(path)
-        self._write(path, PendingWrite(data, append=False, droppable=droppable))
+        self._write(path, PendingWrite([data], append=False, droppable=droppable))
 
     def discard(self, path: Path) -> None:
         """Drop data that waits for a file that is started again or was removed."""
@@ -60,7 +62,7 @@ class RetryingWriter:
 
     def pending(self, path: Path) -> list[bytes]:
         """Return the data of a file that is not on disk yet."""
-        return [entry.data for entry in self._pending.get(path, ())]
+        return [b"".join(entry.data) for entry in self._pending.get(path, ())]
 
     def pending_paths(self) -> list[Path]:
         return list(self._pending)
@@ -85,6 +87,7 @@ class RetryingWriter:
     def _write(self, path: Path, entry: PendingWrite) -> None:
         if not self._pending and self._written(path, entry):
             return
+        entry = replace(entry, data=[b"".join(entry.data)])  # a view would keep memory of another process
         self._pending.setdefault(path, deque()).append(entry)
         if entry.droppable:
             self._drop_oldest()
@@ -93,7 +96,10 @@ class RetryingWriter:
 
     def _written(self, path: Path, entry: PendingWrite) -> bool:
         try:
-            (append if entry.append else write_atomically)(path, entry.data)
+            if entry.append:
+                append(path, *entry.data)
+            else:
+                write_atomically(path, bytes(entry.data[0]))
         except OSError as error:
             if error.errno not in FULL:
                 raise
@@ -102,24 +108,24 @@ class RetryingWriter:
         return True
 
     def _drop_oldest(self) -> None:
-        size = sum(len(entry.data) for queue in self._pending.values() for entry in queue if entry.droppable)
+        size = sum(len(entry.data[0]) for queue in self._pending.values() for entry in queue if entry.droppable)
         for path in list(self._pending):
             queue = self._pending[path]
             while size > MAX_PENDING_BYTES and queue and queue[0].droppable:
-                lost = queue.popleft().data
+                lost = bytes(queue.popleft().data[0])
                 size -= len(lost)
                 self.num_dropped += lost.count(b"\n")
             if not queue:
                 del self._pending[path]
 
 
-def append(path: Path, line: bytes) -> None:
-    """Append a whole line or nothing, in one write that survives a kill."""
+def append(path: Path, *line: bytes | memoryview) -> None:
+    """Append the parts of a whole line or nothing, in one write that survives a kill."""
     with path.open("ab", buffering=0) as file:
         before = file.tell()
         try:
-            written = file.write(line)
-            if written != len(line):  # the disk took a part and has no space for the rest
+            written = os.writev(file.fileno(), line) if hasattr(os, "writev") else file.write(b"".join(line))
+            if written != sum(map(len, line)):  # the disk took a part and has no space for the rest
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         except OSError:
             file.truncate(before)

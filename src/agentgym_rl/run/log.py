@@ -29,7 +29,7 @@ import socket
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Literal
@@ -216,27 +216,29 @@ class RunLog:
         The first write of a process to a file starts it afresh: a step that is played again after a kill replaces what
         the killed process left of it.
         """
+        self.write_line(step, trajectory.to_json().encode(), kind)
+
+    def write_line(self, step: int, line: bytes | memoryview, kind: Kind = "train") -> None:
+        """Append the JSON of one episode, as `write_trajectory` does."""
         path = self.trajectories_path(step, kind)
-        line = f'{{"step": {step}, "kind": "{kind}", {trajectory.to_json()[1:]}\n'
         if path.name not in self._begun:  # names take less memory than paths, and all are kept
             path.unlink(missing_ok=True)
             self._writer.discard(path)
             self._begun.add(path.name)
-        self._writer.append(path, line.encode(), droppable=True)
+        start = f'{{"step": {step}, "kind": "{kind}", '.encode()
+        self._writer.append(path, start, memoryview(line)[1:], b"\n", droppable=True)
 
     def write_learned(self, step: int, samples: Iterable[Sample]) -> None:
         """Write one line per trained trajectory: values of its trained tokens, with 5 significant digits."""
         segments: dict[str, list[Sample]] = {}
         for sample in samples:
             segments.setdefault(sample.trajectory_id, []).append(sample)
-        names = {"advantages": "advantages", "entropies": "entropies", "logprobs": "old_logprobs"}
-        rows = (
-            {"id": name, **{key: [float(f"{x:.5g}") for x in in_order(own, field)] for key, field in names.items()}}
+        lines = (
+            (own[0].stored is not None and own[0].stored.learned_line) or learned_line(name, own)
             for name, own in segments.items()
         )
         path = self.trajectories_dir / f"learned_{step:06d}.jsonl"
-        data = b"".join(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE) for row in rows)
-        self._writer.replace(path, data, droppable=True)
+        self._writer.replace(path, b"".join(lines), droppable=True)
 
     def trajectories_path(self, step: int, kind: Kind = "train") -> Path:
         return self.trajectories_dir / f"{_FILE_PREFIX[kind]}_{step:06d}.jsonl"
@@ -310,6 +312,13 @@ class RunLog:
         else:  # KeyboardInterrupt, SystemExit, CancelledError, Stopped: requested
             self.set_status("stopped", error=type(error).__name__)
         self.close()
+
+
+def learned_line(trajectory_id: str, samples: Sequence[Sample]) -> bytes:
+    """Return the line of `write_learned` for the samples of one episode."""
+    names = {"advantages": "advantages", "entropies": "entropies", "logprobs": "old_logprobs"}
+    values = {key: [float(f"{x:.5g}") for x in in_order(samples, field)] for key, field in names.items()}
+    return orjson.dumps({"id": trajectory_id, **values}, option=orjson.OPT_APPEND_NEWLINE)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

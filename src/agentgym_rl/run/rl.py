@@ -51,8 +51,10 @@ class RLRun(Run):
             f"{config.rl.algorithm} with a {config.horizon.kind} horizon, {budget}{total} steps",
         )
         backend = self.backend
-        playing = backend.collector("train-", None, config.agent.temperature)
         self.rewards = make_rewards(config, self.log.root)
+        # Judges and teachers read the episodes here.
+        keep = self.rewards is None and config.rl.distill is None and config.rl.correction is None
+        playing = backend.collector("train-", None, config.agent.temperature, keep_tokens=keep)
         collect: Collect = playing if self.rewards is None else self.rewards.scoring(playing)
         learner = backend.learner
         if config.rl.distill is not None and config.rl.distill.url is not None:
@@ -110,8 +112,8 @@ class RLRun(Run):
         if self.backend.team is not None:
             self.backend.team.league.observe(groups)
         played = [trajectory for group in groups for trajectory in group.trajectories]
-        for trajectory in played:
-            self.log.write_trajectory(step, trajectory)
+        for line in (line for group in groups for line in group.lines()):
+            self.log.write_line(step, line)
         failures = [trajectory.error for trajectory in played if trajectory.stop is StopReason.ERROR]
         if failures:
             message = f"{len(failures)} of {len(played)} attempts at episodes of step {step} failed and are left out"

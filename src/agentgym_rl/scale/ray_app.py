@@ -26,24 +26,25 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from agentgym_rl.agent.engines.base import EngineAdapter
+from agentgym_rl.agent.engines.routing import SessionRouter
 from agentgym_rl.errors import ConfigError, EngineError, WorkerLost
 from agentgym_rl.scale.host_scheduler import HostScheduler
 from agentgym_rl.scale.process_group import join, leave
 from agentgym_rl.scale.publisher import EngineLost, Publisher
+from agentgym_rl.scale.readiness import wait_for_head, wait_for_nodes
 from agentgym_rl.scale.resource_plan import Plan, bundles
-from agentgym_rl.scale.routing import SessionRouter
 from agentgym_rl.scale.shared_state import SharedState
 from agentgym_rl.scale.watch import POLL_INTERVAL_S, Nodes, Threads, connecting, keep_sigterm_handler, unless_one_fails
 from agentgym_rl.transport import broadcast, device
 from agentgym_rl.transport.broadcast import Member
 from agentgym_rl.transport.buckets import WeightsInterrupted, WeightSource
 from agentgym_rl.transport.device import DeviceWeights, Endpoint
-from agentgym_rl.types import Completion, Group, Sampling
+from agentgym_rl.types import Completion, Sampling
 
 NAMESPACE = "agentgym-rl"
 """Namespace in which actors find each other by name: a handle passed at start may be invalid after a restart."""
@@ -74,6 +75,7 @@ class LearnerRank:
         # A long timeout is harmless, because Ray reports a dead rank.
         join(self._rank, self._size, f"tcp://{address}", device)
         self._work = self._make(self._rank, self._size)
+        self._work.fetch = ray.get
 
     def call(self, method: str, *arguments: Any) -> Any:
         return getattr(self._work, method)(*arguments)
@@ -207,14 +209,14 @@ class EngineReplica:
 
 
 class RemoteEngine:
-    """Several engines as one: each trajectory uses the engine that had the fewest when it started.
+    """Several engines as one: a group's trajectories use one engine unless it has many (agent/engines/routing.py).
 
     If that engine dies, its trajectories move to others and their calls are sent again.
     """
 
-    def __init__(self, replicas: list[Any], state: Any, timeout_s: float, first: int = 0) -> None:
+    def __init__(self, replicas: list[Any], state: Any, timeout_s: float, *routing: int) -> None:
         self._replicas, self._state, self._timeout_s = replicas, state, timeout_s
-        self._router = SessionRouter(len(replicas), first)
+        self._router = SessionRouter(len(replicas), *routing)
         self._down: dict[int, asyncio.Task[None]] = {}
         """Replicas that died, with the task that waits for each to return."""
         self.version = self._oldest = 0
@@ -228,7 +230,7 @@ class RemoteEngine:
     async def generate(self, prompt_ids: list[int], sampling: Sampling, session: str) -> Completion:
         deaths = 0
         while True:
-            index = self._router.engine_of(session, self._down)
+            index = self._router.engine_of(session, prompt_ids, self._down)
             try:
                 completion = await self._replicas[index].generate.remote(prompt_ids, sampling, session, self._oldest)
             except RayActorError as error:
@@ -248,9 +250,6 @@ class RemoteEngine:
 
     async def update_weights(self, source: Any, version: int) -> None:
         raise EngineError("engines of an environment host get their weights from the learners: do not update them here")
-
-    async def close(self) -> None:
-        self._router.clear()
 
     async def _replica_lost(self, index: int, error: RayActorError, deaths: int) -> None:
         if index not in self._down:
@@ -302,13 +301,11 @@ async def first_call(name: str, call: Any) -> Any:
 class EnvHost:
     """An actor that plays groups. `make(engine)` returns an object with `play(job)`, `num_open` and `close()`."""
 
-    def __init__(
-        self, make: Callable[[Any], Any], engines: list[str], state: str, timeout_s: float, first: int
-    ) -> None:
+    def __init__(self, make: Callable[[Any], Any], engines: list[str], state: str, *routing: Any) -> None:
         replicas = [ray.get_actor(name, NAMESPACE) for name in engines]
-        self._player = make(RemoteEngine(replicas, ray.get_actor(state, NAMESPACE), timeout_s, first))
+        self._player = make(RemoteEngine(replicas, ray.get_actor(state, NAMESPACE), *routing))
 
-    async def play(self, job: Any) -> Group:
+    async def play(self, job: Any) -> Any:
         return await self._player.play(job)
 
     async def num_open(self) -> int:
@@ -340,11 +337,11 @@ class RayApp:
         self._threads, self._nodes, self.weights = Threads(), Nodes(), Publisher(self)
         self.store, self.submitting, self.learned = "", threading.Lock(), False
 
-    def connect(self) -> None:
-        """Join or start a cluster, and choose the device by its resources."""
+    async def connect(self, report: Callable[[str], None] = lambda text: None) -> None:
+        """Join or start a cluster, wait for its nodes, and choose the device by its resources."""
         if not ray.is_initialized():
-            self._join()
-        self.plan = self.plan.resolved_for(ray.cluster_resources())
+            await wait_for_head(self.plan, self._join, report)
+        self.plan = await wait_for_nodes(self.plan, ray.nodes, report)
 
     async def start_learners(self, make_learner: Callable[[int, int], Any]) -> None:
         """Reserve the resources of all actors and start the learners."""
@@ -367,8 +364,8 @@ class RayApp:
         common: dict[str, Any] = {"namespace": NAMESPACE}
         # On the driver's node, so that it lives as long as the run when other nodes fail.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        actor = ray.remote(SharedState).options(name=state, **common, num_cpus=0, scheduling_strategy=here)
-        self.state: Any = actor.remote()
+        options = {"name": state, **common, "num_cpus": 0, "scheduling_strategy": here}
+        self.state: Any = ray.remote(SharedState).options(**options).remote()
         self.engines = [
             ray.remote(EngineReplica)
             .options(name=name, **common, **placements["engine"][i], **restart, max_concurrency=10_000)
@@ -378,7 +375,7 @@ class RayApp:
         self.hosts = [
             ray.remote(EnvHost)
             .options(**placements["env_host"][i], **restart, max_concurrency=10_000)
-            .remote(make_player, engines, state, plan.worker_timeout_s, i * plan.engines // plan.env_hosts)
+            .remote(make_player, engines, state, plan.worker_timeout_s, *plan.routing_of(i))
             for i in range(plan.env_hosts)
         ]
         try:
@@ -411,7 +408,7 @@ class RayApp:
         self._started_ray = True
 
     def _reserve(self) -> dict[str, list[dict[str, Any]]]:
-        """Return options that put each actor into its bundle. Learners are packed, the others are spread."""
+        """Return options that put each actor into its bundle."""
         shortage = self.plan.shortage(ray.cluster_resources())
         if shortage and self.plan.address is None:  # a cluster started for this run gets no more nodes
             raise ConfigError(f"{shortage}: ask for fewer, use layout = 'colocated', or set scale.address to a cluster")
@@ -521,15 +518,18 @@ class RayApp:
 
     # Groups: driver -> host.
 
-    async def play(self, job: Any, episodes: int) -> Group:
+    async def play(self, job: Any, episodes: int, num_parts: int = 1) -> tuple[list[Any], list[Any]]:
         """Play a group on the host with the fewest episodes. If the host dies, another plays the group from the start;
-        the dead host's episodes are lost, so no episode is in a batch twice."""
+        the dead host's episodes are lost, so no episode is in a batch twice. Return its parts and their references."""
         deaths = 0
         while True:
             async with self._scheduler.host(episodes) as index:
                 try:
-                    return await unless_one_fails(self.hosts[index].play.remote(job), self.weights.tasks)
-                except RayActorError as error:
+                    call = self.hosts[index].play.options(num_returns=num_parts).remote(job)
+                    refs = [call] if num_parts == 1 else call
+                    # This copies each part to the driver's node, so that the loss of the host's node loses no group.
+                    return await unless_one_fails(asyncio.gather(*refs), self.weights.tasks), refs
+                except (RayActorError, ObjectLostError) as error:
                     await self.call_state("pid")
                     self._host_lost(index)
                     deaths += 1
@@ -543,8 +543,9 @@ class RayApp:
     def _host_lost(self, index: int) -> None:
         if self._scheduler.mark_lost(index):
             self._down[index] = asyncio.create_task(self._wait_for_host(index))
-            message = f"environment host {index} died; its groups are played again"
-            self._events.append({"kind": "env_host_lost", "message": message})
+            self._events.append(
+                {"kind": "env_host_lost", "message": f"environment host {index} died; its groups are played again"}
+            )
 
     async def _wait_for_host(self, index: int) -> None:
         await wait_until_answered(self.hosts[index].pid)

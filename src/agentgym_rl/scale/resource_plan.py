@@ -34,6 +34,10 @@ class Plan:
     """Devices of an engine that shares none with a learner."""
     senders: int = 1
     """Learners that broadcast weights: those that own a shard of one copy, from the first on."""
+    sessions_per_engine: int = 0
+    """Episodes that an engine holds at once. Up to these, the episodes of a group go to one engine; 0: they do not."""
+    nodes: int = 0
+    """Nodes to wait for at `address`; 0: the cluster has started already."""
 
     def resolved_for(self, resources: Mapping[str, float]) -> Plan:
         """Return the plan for a cluster with these resources."""
@@ -54,6 +58,10 @@ class Plan:
             return [({"learner": learners, "engine": engines}, "PACK"), ({"env_host": hosts}, "SPREAD")]
         return [({"learner": learners}, "PACK"), ({"engine": engines}, "SPREAD"), ({"env_host": hosts}, "SPREAD")]
 
+    def routing_of(self, host: int) -> tuple[int, int]:
+        """Return (first engine, most sessions of an engine) for a host's SessionRouter."""
+        return host * self.engines // self.env_hosts, self.sessions_per_engine
+
     def total_cpus(self) -> int:
         return math.ceil(self._total("CPU"))
 
@@ -68,6 +76,13 @@ class Plan:
                     f"({self.layout}) need {needed:g} {kind}s{share}; there are {available:g}"
                 )
         return None
+
+    def arrived(self, nodes: int, resources: Mapping[str, float]) -> str:
+        """Return the nodes, GPUs and CPUs of the cluster out of those that are needed: `1 of 2 nodes, 8 of 16 GPUs`."""
+        parts = [f"{nodes} of {self.nodes} nodes"] if self.nodes else []
+        needed = {kind: self._total(kind) for kind in ("GPU", "CPU")}
+        parts += [f"{resources.get(kind, 0.0):g} of {total:g} {kind}s" for kind, total in needed.items() if total]
+        return ", ".join(parts)
 
     def _total(self, kind: str) -> float:
         return sum(need.get(kind, 0.0) for roles, _ in self.placement() for needs in roles.values() for need in needs)

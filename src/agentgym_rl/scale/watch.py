@@ -141,7 +141,7 @@ def _token_hint() -> str:
 
 def require_cluster(address: str) -> None:
     """Raise ConfigError if no cluster answers. Ray itself would search for a minute without a message."""
-    host, _, port = address.rpartition(":")
+    host, _, port = (os.environ.get("RAY_ADDRESS", address) if address == "auto" else address).rpartition(":")
     if not (host and port.isdigit()):
         return  # `auto`, or a name that Ray resolves
     try:

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
+from typing import Any
 
 from agentgym_rl.training.settings import RLSettings
 
@@ -63,6 +64,16 @@ class Estimate:
     """A each."""
     returns: list[list[float]] = field(default_factory=list)
     """A each: regression targets of the critic; empty without a critic."""
+
+
+class Repeated(list[float]):
+    """One value for many tokens, which is sent to another process as two numbers. Do not change its items."""
+
+    def __init__(self, value: float, count: int) -> None:
+        super().__init__([value] * count)
+
+    def __reduce__(self) -> Any:
+        return Repeated, (self[0] if self else 0.0, len(self))
 
 
 Estimator = Callable[[list[Episode], RLSettings], Estimate]
@@ -356,7 +367,12 @@ def _token_rewards(episode: Episode, settings: RLSettings) -> tuple[list[float],
 
 
 def _to_tokens(per_turn: list[float], lengths: list[int]) -> list[float]:
-    return [a for a, n in zip(per_turn, lengths, strict=True) for _ in range(n)]
+    if len(set(per_turn)) == 1:
+        return Repeated(per_turn[0], sum(lengths))
+    tokens: list[float] = []
+    for advantage, count in zip(per_turn, lengths, strict=True):
+        tokens += [advantage] * count
+    return tokens
 
 
 def _ends(lengths: list[int]) -> list[int]:

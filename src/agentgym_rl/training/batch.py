@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from agentgym_rl.training.advantages import EPSILON, ESTIMATORS, Episode
 from agentgym_rl.training.distill import with_teacher
 from agentgym_rl.training.losses import KL_ESTIMATORS
-from agentgym_rl.training.metrics import attempts_of, reward_spread
+from agentgym_rl.training.metrics import attempts_of, digest_of, last_observation_missing, reward_spread
 from agentgym_rl.training.ranks import balanced_shares
 from agentgym_rl.training.settings import ZERO_VARIANCE_ALGORITHMS, RLSettings
 from agentgym_rl.types import Group, Limits, Sample, StopReason, Trajectory, in_order
@@ -73,7 +73,9 @@ def sampled_by(trajectories: Sequence[Trajectory]) -> dict[str, list[str]]:
 
 def to_samples(trajectory: Trajectory, *, keep_tail: bool = False) -> list[Sample]:
     """Return one sample per segment with trained tokens. `keep_tail` keeps the tokens after the last reply, for a
-    critic."""
+    critic. An episode whose messages are stored elsewhere has its samples already."""
+    if trajectory.digest is not None:
+        return trajectory.digest.samples
     segments = [segment for segment in trajectory.segments if True in segment.loss_mask]
     samples = []
     for segment in segments:
@@ -99,6 +101,16 @@ def _distribute(samples: Sequence[Sample], name: str, values: list[float]) -> No
         setattr(sample, name, [values[k] for k in sample.order] if len(samples) > 1 else values)
 
 
+def turn_counts(sample: Sample) -> Iterable[tuple[int, int]]:
+    """Return the action tokens of each turn, as (turn, tokens)."""
+    return enumerate(sample.stored.turn_counts) if sample.stored is not None else Counter(sample.turn_index).items()
+
+
+def version_counts(sample: Sample) -> Mapping[int, int]:
+    """Return the action tokens by the version of the weights that sampled them."""
+    return sample.stored.version_counts if sample.stored is not None else Counter(sample.versions)
+
+
 def samples_by_episode(batch: Batch) -> list[list[int]]:
     """Return the indices of each episode's samples."""
     indices: list[list[int]] = []
@@ -122,13 +134,13 @@ def gather(groups: list[Group], settings: RLSettings, limits: Mapping[str, Limit
         batch.groups += bool(trajectories)
         for trajectory, samples in trajectories:
             counts = [0] * trajectory.num_turns
-            for turn in (turn for sample in samples for turn in sample.turn_index):
-                counts[turn] += 1
+            for turn, count in (part for sample in samples for part in turn_counts(sample)):
+                counts[turn] += count
             rewards = trajectory.training_rewards
             if settings.overlong == "penalty":
                 assert limits is not None
                 longest = limits[trajectory.task.env].max_new_tokens
-                lengths = [len(m.token_ids) for m in trajectory.messages if m.is_reply]
+                lengths = digest_of(trajectory).reply_tokens
                 rewards = [r - overlong_penalty(n, longest, settings) for r, n in zip(rewards, lengths, strict=True)]
             batch.samples += samples
             batch.episode_of_sample += [len(batch.episodes)] * len(samples)
@@ -139,19 +151,9 @@ def gather(groups: list[Group], settings: RLSettings, limits: Mapping[str, Limit
                 episode.rewards = [float(info.get("env_reward", 0.0)) for info in trajectory.infos]
             batch.episodes.append(episode)
             batch.truncated.append(trajectory.stop is not None and trajectory.stop.truncated)
-            batch.last_observation_missing.append(_last_observation_missing(trajectory))
+            batch.last_observation_missing.append(last_observation_missing(trajectory))
             batch.masked.append(settings.overlong == "mask" and trajectory.stop in _OVERLONG)
     return batch
-
-
-def _last_observation_missing(trajectory: Trajectory) -> bool:
-    """Return whether the last observation did not fit into the context or did not arrive before the deadline.
-
-    The sample then ends with a whole reply. No token is ever sampled there, so the critic learns no value for it. The
-    same holds if the observation started a new segment, because a segment without a reply is no sample."""
-    last = trajectory.messages[-1]
-    not_encoded = last.role != "assistant" and (not last.token_ids or last.prefix is not None)
-    return trajectory.stop is StopReason.TIMEOUT or not_encoded
 
 
 def _value_after(episode: Episode, settings: RLSettings) -> float:
@@ -245,11 +247,11 @@ def _trained(batch: Batch, segments: list[list[Sample]], settings: RLSettings) -
 
 def _flat_groups(batch: Batch, segments: list[list[Sample]]) -> set[int]:
     """Return the groups in which every advantage is 0."""
-    largest: dict[int, float] = {}
+    flat = {episode.group: True for episode in batch.episodes}
     for episode, samples in zip(batch.episodes, segments, strict=True):
-        advantages = (abs(a) for sample in samples for a in sample.advantages)
-        largest[episode.group] = max(largest.get(episode.group, 0.0), *advantages)
-    return {group for group, advantage in largest.items() if advantage < EPSILON}
+        if flat[episode.group]:
+            flat[episode.group] = all(abs(a) < EPSILON for sample in samples for a in sample.advantages)
+    return {group for group, equal in flat.items() if equal}
 
 
 def token_weights(
@@ -265,7 +267,7 @@ def token_weights(
     episode_of_sample = episode_of_sample or range(len(samples))
     counts: Counter[int] = Counter()
     for episode, sample in zip(episode_of_sample, samples, strict=True):
-        counts[episode] += sum(sample.loss_mask)
+        counts[episode] += sample.stored.num_actions if sample.stored is not None else sum(sample.loss_mask)
     if aggregate == "token":
         return [1.0 / counts.total()] * len(samples)
     if aggregate == "constant":
@@ -299,7 +301,7 @@ def split_batch(batch: Batch, size: int, minibatches: int, seed: int) -> tuple[l
     shares = [Batch(groups=batch.groups, zero_variance_groups=batch.zero_variance_groups) for _ in range(size)]
     indices: list[list[int]] = [[] for _ in range(size)]
     for part in sample_parts(batch, minibatches, seed):
-        split = balanced_shares([len(batch.samples[i].token_ids) for i in part], size)
+        split = balanced_shares([batch.samples[i].num_tokens for i in part], size)
         for share, share_indices, chosen in zip(shares, indices, split, strict=True):
             share.parts.append(list(range(len(share_indices), len(share_indices) + len(chosen))))
             share_indices += [part[i] for i in chosen]

@@ -32,7 +32,7 @@ class QueuedGroup:
             "item": self.task.item,
             "turns": self.turns,
             "seed": self.seed,
-            "trajectories": None if self.group is None else [t.to_json() for t in self.group.trajectories],
+            "trajectories": None if self.group is None else [str(line, "utf-8") for line in self.group.lines()],
         }
 
     @classmethod

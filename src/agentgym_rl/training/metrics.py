@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
 from itertools import pairwise
-from math import comb
+from math import comb, fsum
 from statistics import fmean, pstdev
 
-from agentgym_rl.types import ENVIRONMENT, Group, StopReason, Trajectory
+from agentgym_rl.types import ENVIRONMENT, Group, Sample, StopReason, Task, Trajectory
 
 TURNS_SHOWN = 8
 """Turns with their own metric. All later turns share one, so that a long horizon does not flood the log."""
@@ -17,6 +19,72 @@ WORDS_COMPARED = 64
 
 CHANCE_REPLIES = 2.0
 """Pseudo-count of replies that differ by chance. A few different replies among equal ones are then no dependence."""
+DEPENDENCE_GROUPS = 32
+"""Groups of a step whose replies are compared by `replies/dependence`: enough for the estimate."""
+
+
+@dataclass(slots=True)
+class Digest:
+    """Numbers of an episode's messages: all that metrics and batches need of them."""
+
+    sampled: list[int]
+    """Tokens of each sampled message."""
+    reply_tokens: list[int]
+    """K: tokens of each reply."""
+    tokens: int
+    """Tokens of all segments."""
+    segments: int
+    invalid: tuple[int, int]
+    """(actions that were not valid, actions)."""
+    repeated: tuple[int, int]
+    """(replies that equal the reply before, replies from the second on)."""
+    alternating: tuple[int, int]
+    """(replies that close a loop of two, replies from the fourth on)."""
+    logprobs: dict[str, tuple[float, int]]
+    """(sum, count) of the sampler's log-probabilities: of all turns (`mean`) and of each."""
+    last_observation_missing: bool
+    """Whether the state that the episode ended in has no tokens."""
+    samples: list[Sample] = field(default_factory=list)
+    """Samples whose tokens are stored elsewhere (stored.py)."""
+
+
+def digest_of(trajectory: Trajectory) -> Digest:
+    """Return the digest of an episode: the one that came with it, or one made from its messages."""
+    if trajectory.digest is not None:
+        return trajectory.digest
+    messages, replies = trajectory.messages, _replies(trajectory)
+    pairs = [a == b for a, b in pairwise(replies)]
+    windows = zip(replies, replies[1:], replies[2:], replies[3:], strict=False)
+    loops = [a == c and b == d and a != b for a, b, c, d in windows]
+    logprobs: dict[str, list[float]] = defaultdict(list)
+    for turn, message in enumerate((m for m in messages if m.is_reply), 1):
+        logprobs["mean"] += message.logprobs or []
+        logprobs[turn_name(turn)] += message.logprobs or []
+    sampled = [len(m.token_ids) for m in messages if m.logprobs is not None]
+    reply_tokens = [len(m.token_ids) for m in messages if m.is_reply]
+    return Digest(
+        sampled=sampled,
+        reply_tokens=sampled if sampled == reply_tokens else reply_tokens,  # one object is sent once
+        tokens=sum(len(m.token_ids) + (m.prefix[1] if m.prefix is not None else 0) for m in messages),
+        segments=trajectory.num_segments,
+        invalid=(sum(not info.get("valid", True) for info in trajectory.infos), len(trajectory.infos)),
+        repeated=(sum(pairs), len(pairs)),
+        alternating=(sum(loops), len(loops)),
+        logprobs={name: (fsum(values), len(values)) for name, values in logprobs.items() if values},
+        last_observation_missing=last_observation_missing(trajectory),
+    )
+
+
+def last_observation_missing(trajectory: Trajectory) -> bool:
+    """Return whether the last observation did not fit into the context or did not arrive before the deadline.
+
+    The sample then ends with a whole reply. No token is ever sampled there, so the critic learns no value for it. The
+    same holds if the observation started a new segment, because a segment without a reply is no sample."""
+    if trajectory.digest is not None:
+        return trajectory.digest.last_observation_missing
+    last = trajectory.messages[-1:]
+    not_encoded = any(m.role != "assistant" and (not m.token_ids or m.prefix is not None) for m in last)
+    return trajectory.stop is StopReason.TIMEOUT or not_encoded
 
 
 def episode_metrics(groups: list[Group], environments: Collection[str] = ()) -> dict[str, float]:
@@ -33,19 +101,21 @@ def episode_metrics(groups: list[Group], environments: Collection[str] = ()) -> 
     }
     if not usable:
         return metrics
-    metrics |= _means(usable) | surprise(usable) | group_metrics(groups)
+    digests = {id(t): digest_of(t) for t in usable}
+    metrics |= _means(groups, digests) | _surprise(digests.values()) | group_metrics(groups)
     metrics |= tree_metrics(usable) | attempt_metrics(groups) | role_metrics(usable)
     played = {t.task.env for t in usable}
     if len({*environments, *played}) > 1:
         for env in sorted(played):
-            of_env = _means([t for t in usable if t.task.env == env])
+            of_env = _means([g for g in groups if g.task.env == env], digests)
             metrics |= {f"{env}/{name}": value for name, value in of_env.items()}
     return metrics
 
 
-def _means(trajectories: list[Trajectory]) -> dict[str, float]:
-    turns = [info for t in trajectories for info in t.infos]
-    replies = [m for t in trajectories for m in t.messages if m.logprobs is not None]
+def _means(groups: list[Group], digests: Mapping[int, Digest]) -> dict[str, float]:
+    trajectories = [t for g in groups for t in g.usable]
+    own = [digests[id(t)] for t in trajectories]
+    sampled = [tokens for digest in own for tokens in digest.sampled]
     metrics = {
         "reward/mean": _mean(t.reward for t in trajectories),
         "success/mean": _mean(t.success for t in trajectories),
@@ -54,17 +124,17 @@ def _means(trajectories: list[Trajectory]) -> dict[str, float]:
         "truncated/horizon_rate": _share(trajectories, lambda t: t.stop is StopReason.MAX_TURNS),
         "truncated/length_rate": _share(trajectories, lambda t: t.stop is StopReason.LENGTH),
         "truncated/context_rate": _share(trajectories, lambda t: t.stop is StopReason.MAX_CONTEXT),
-        "actions/invalid_rate": _mean(not info.get("valid", True) for info in turns),
-        "actions/repeated_rate": _repeated(trajectories),
-        "actions/alternating_rate": _alternating(trajectories),
-        "tokens/per_reply": _mean(len(m.token_ids) for m in replies),
-        "tokens/per_episode": _mean(sum(len(s.token_ids) for s in t.segments) for t in trajectories),
-        "tokens/sampled": float(sum(len(m.token_ids) for m in replies)),
+        "actions/invalid_rate": _rate(digest.invalid for digest in own),
+        "actions/repeated_rate": _rate(digest.repeated for digest in own),
+        "actions/alternating_rate": _rate(digest.alternating for digest in own),
+        "tokens/per_reply": _mean(sampled),
+        "tokens/per_episode": _mean(digest.tokens for digest in own),
+        "tokens/sampled": float(sum(sampled)),
     }
-    if any(t.num_segments > 1 for t in trajectories):
-        metrics["segments/per_episode"] = _mean(t.num_segments for t in trajectories)
+    if any(digest.segments > 1 for digest in own):
+        metrics["segments/per_episode"] = _mean(digest.segments for digest in own)
     metrics |= judged_means(trajectories)
-    dependence = input_dependence(trajectories)
+    dependence = _dependence(groups)
     return metrics if dependence is None else metrics | {"replies/dependence": dependence}
 
 
@@ -75,19 +145,26 @@ def group_metrics(groups: list[Group]) -> dict[str, float]:
     """
     spreads = [spread for g in groups if len(g.trainable) > 1 for spread in [reward_spread(g)]]
     metrics = {"reward/spread": fmean(spreads)} if spreads else {}
-    distances: list[tuple[float, int]] = []
-    for group in groups:
-        by_turn: dict[int, _Sum] = defaultdict(_Sum)
-        for trajectory in group.usable:
-            for turn, reply in list(enumerate(_replies(trajectory)))[trajectory.shared_turns :]:
-                by_turn[turn].add(_words(reply))
-        for replies in (replies for replies in by_turn.values() if replies.count > 1):
-            same = (replies.square() - replies.count) / (replies.count * (replies.count - 1))
-            distances.append((1.0 - same, replies.count))
+    distances = [distance for group in groups for distance in reply_distances(group)]
     if distances:
         total = sum(count for _, count in distances)
         metrics["replies/diversity"] = sum(distance * count for distance, count in distances) / total
     return metrics
+
+
+def reply_distances(group: Group) -> list[tuple[float, int]]:
+    """Return (mean distance between the replies of two episodes, replies) of every turn with at least two."""
+    if group.stored is not None:
+        return group.stored.distances
+    distances: list[tuple[float, int]] = []
+    by_turn: dict[int, _Sum] = defaultdict(_Sum)
+    for trajectory in group.usable:
+        for turn, reply in list(enumerate(_replies(trajectory)))[trajectory.shared_turns :]:
+            by_turn[turn].add(_words(reply))
+    for replies in (replies for replies in by_turn.values() if replies.count > 1):
+        same = (replies.square() - replies.count) / (replies.count * (replies.count - 1))
+        distances.append((1.0 - same, replies.count))
+    return distances
 
 
 def reward_spread(group: Group) -> float:
@@ -166,13 +243,15 @@ def surprise(trajectories: list[Trajectory]) -> dict[str, float]:
 
     It needs no learner, so it exists even for a step without an update.
     """
-    logprobs: dict[str, list[float]] = defaultdict(list)
-    for trajectory in trajectories:
-        replies = [m for m in trajectory.messages if m.is_reply]
-        for turn, message in enumerate(replies, 1):
-            logprobs["mean"] += message.logprobs or []
-            logprobs[turn_name(turn)] += message.logprobs or []
-    return {f"surprise/{name}": -fmean(values) for name, values in logprobs.items() if values}
+    return _surprise(digest_of(trajectory) for trajectory in trajectories)
+
+
+def _surprise(digests: Iterable[Digest]) -> dict[str, float]:
+    sums: dict[str, list[tuple[float, int]]] = defaultdict(list)
+    for digest in digests:
+        for name, part in digest.logprobs.items():
+            sums[name].append(part)
+    return {f"surprise/{name}": -fsum(s for s, _ in parts) / sum(n for _, n in parts) for name, parts in sums.items()}
 
 
 def turn_name(turn: int) -> str:
@@ -189,18 +268,19 @@ def input_dependence(trajectories: list[Trajectory]) -> float | None:
     A reply that is a function of its input gives 1. Random replies give 0 in expectation, whatever the number of
     actions, and so does one reply to everything. None if no input occurred twice or there was only one.
     """
-    turns: dict[tuple[str, int], dict[_Input, _Sum]] = defaultdict(lambda: defaultdict(_Sum))
+    by_task: dict[Task, list[Trajectory]] = defaultdict(list)
     for trajectory in trajectories:
-        observation, turn = "", 0
-        for message in trajectory.messages:
-            if message.purpose:
-                continue
-            if message.role == "assistant":
-                if turn >= trajectory.shared_turns:  # a shared reply counts once
-                    turns[trajectory.task.env, turn][trajectory.task.item, observation].add(_words(message.text))
-                turn, observation = turn + 1, ""
-            elif message.role != "system":
-                observation += message.content
+        by_task[trajectory.task].append(trajectory)
+    return _dependence([Group(task, own) for task, own in by_task.items()])
+
+
+def _dependence(groups: list[Group]) -> float | None:
+    """Return `input_dependence` of the usable episodes of at most DEPENDENCE_GROUPS groups."""
+    turns: dict[tuple[str, int], dict[_Input, _Sum]] = defaultdict(dict)
+    for group in groups[:DEPENDENCE_GROUPS]:
+        for (turn, observation), replies in reply_cells(group).items():
+            inputs, key = turns[group.task.env, turn], (group.task.item, observation)
+            inputs[key] = replies if key not in inputs else _joined([inputs[key], replies])
     comparisons = [comparison for inputs in turns.values() if (comparison := _compare(inputs))]
     if not comparisons:
         return None
@@ -208,8 +288,27 @@ def input_dependence(trajectories: list[Trajectory]) -> float | None:
     return gain / (sum(replies * (1.0 - other) for replies, _, other in comparisons) + CHANCE_REPLIES)
 
 
-_Input = tuple[int, str]
-"""A task's item and the observation to answer."""
+def reply_cells(group: Group) -> dict[tuple[int, bytes], _Sum]:
+    """Return the words of a group's replies by (turn, hash of the observation answered)."""
+    if group.stored is not None:
+        return group.stored.cells
+    cells: dict[tuple[int, bytes], _Sum] = defaultdict(_Sum)
+    for trajectory in group.usable:
+        observation, turn = "", 0
+        for message in trajectory.messages:
+            if message.purpose:
+                continue
+            if message.role == "assistant":
+                if turn >= trajectory.shared_turns:  # a shared reply counts once
+                    cells[turn, blake2b(observation.encode(), digest_size=8).digest()].add(_words(message.text))
+                turn, observation = turn + 1, ""
+            elif message.role != "system":
+                observation += message.content
+    return cells
+
+
+_Input = tuple[int, bytes]
+"""A task's item and a hash of the observation to answer."""
 
 
 class _Sum:
@@ -224,11 +323,18 @@ class _Sum:
         for name, value in vector.items():
             self._vector[name] += value
 
-    def add_sum(self, other: _Sum) -> None:
-        self.add(other._vector, other.count)
-
     def square(self) -> float:
         return sum(value * value for value in self._vector.values())
+
+
+def _joined(parts: list[_Sum]) -> _Sum:
+    """Return the sum of the parts, which stay as they are."""
+    if len(parts) == 1:
+        return parts[0]
+    result = _Sum()
+    for part in parts:
+        result.add(part._vector, part.count)
+    return result
 
 
 def _compare(inputs: Mapping[_Input, _Sum]) -> tuple[int, float, float] | None:
@@ -238,10 +344,11 @@ def _compare(inputs: Mapping[_Input, _Sum]) -> tuple[int, float, float] | None:
     """
     cells = {key: replies for key, replies in inputs.items() if replies.count > 1}
     total = _Sum()
-    by_text: dict[str, _Sum] = defaultdict(_Sum)
+    by_observation: dict[bytes, list[_Sum]] = defaultdict(list)
     for (_, observation), replies in cells.items():
-        total.add_sum(replies)
-        by_text[observation].add_sum(replies)
+        total.add(replies._vector, replies.count)
+        by_observation[observation].append(replies)
+    by_text = {observation: _joined(sums) for observation, sums in by_observation.items()}
     if len(by_text) < 2:
         return None
     same = sum((cell.square() - cell.count) / (cell.count - 1) for cell in cells.values()) / total.count
@@ -263,16 +370,10 @@ def _replies(trajectory: Trajectory) -> list[str]:
     return [m.text for m in trajectory.messages if m.is_reply]
 
 
-def _repeated(trajectories: list[Trajectory]) -> float:
-    """Return the share of replies, from the second on, that equal the reply before."""
-    return _mean(a == b for t in trajectories for a, b in pairwise(_replies(t)))
-
-
-def _alternating(trajectories: list[Trajectory]) -> float:
-    """Return the share of replies, from the fourth on, that close a loop of two: A B A B."""
-    replies = [_replies(t) for t in trajectories]
-    windows = (window for r in replies for window in zip(r, r[1:], r[2:], r[3:], strict=False))
-    return _mean(a == c and b == d and a != b for a, b, c, d in windows)
+def _rate(parts: Iterable[tuple[int, int]]) -> float:
+    """Return the sum of the first numbers over that of the second; 0 if that is 0."""
+    counts = list(parts)
+    return sum(n for n, _ in counts) / max(1, sum(n for _, n in counts))
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -12,11 +13,11 @@ from typing import Any, Protocol
 from agentgym_rl.common.garbage import rare_collections
 from agentgym_rl.common.seeds import derive_seed
 from agentgym_rl.errors import EngineError, EnvError
-from agentgym_rl.training.batch import Batch, equal_rewards, estimate, gather, widest_groups
+from agentgym_rl.training.batch import Batch, equal_rewards, estimate, gather, version_counts, widest_groups
 from agentgym_rl.training.distill import teacher_metrics
 from agentgym_rl.training.group_queue import GroupQueue, QueuedGroup
 from agentgym_rl.training.horizon import Horizon
-from agentgym_rl.training.metrics import episode_metrics
+from agentgym_rl.training.metrics import digest_of, episode_metrics
 from agentgym_rl.training.rl_learner import policy_metrics
 from agentgym_rl.training.settings import RLSettings
 from agentgym_rl.training.task_source import TaskSource
@@ -76,7 +77,7 @@ class RLState:
             "horizons": {e: h.state() for e, h in self.horizons.items()},
             "sampled": self.sampled,
             "version": self.version,
-            "played": [[t.to_json() for t in group.trajectories] for group in self.played],
+            "played": [[str(line, "utf-8") for line in group.lines()] for group in self.played],
             "played_s": self.played_s if self.played else 0.0,
             "queued": [queued.to_json() for queued in self.queued],
             "started_steps": self.started_steps,
@@ -176,8 +177,7 @@ async def train_rl(
 
 
 def _sampled_tokens(groups: list[Group]) -> int:
-    replies = (m for g in groups for t in g.trajectories for m in t.messages if m.logprobs is not None)
-    return sum(len(m.token_ids) for m in replies)
+    return sum(sum(digest_of(t).sampled) for g in groups for t in g.trajectories)
 
 
 def _learn(
@@ -213,7 +213,10 @@ def _learn(
 
 def _staleness(samples: list[Sample], version: int, bound: int) -> dict[str, float]:
     """Return the age in versions of the weights that sampled each token. Raise EngineError if it exceeds `bound`."""
-    ages = [version - v for sample in samples for v in sample.versions]
+    ages: Counter[int] = Counter()
+    for sample in samples:
+        for sampled_by, tokens in version_counts(sample).items():
+            ages[version - sampled_by] += tokens
     if not ages:
         return {}
     if max(ages) > bound:
@@ -221,7 +224,8 @@ def _staleness(samples: list[Sample], version: int, bound: int) -> dict[str, flo
             f"episodes must be at most {bound} versions old, got one sampled by version {version - max(ages)} while "
             f"the learner is at {version}: the engine did not load the last update"
         )
-    return {"staleness/mean": sum(ages) / len(ages), "staleness/max": float(max(ages))}
+    mean = sum(age * tokens for age, tokens in ages.items()) / ages.total()
+    return {"staleness/mean": mean, "staleness/max": float(max(ages))}
 
 
 async def _play_step(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -202,6 +203,11 @@ def policy_metrics(samples: list[Sample]) -> dict[str, float]:
 
 def by_turn(samples: list[Sample]) -> dict[str, float]:
     """Return mean entropy and |learner - sampler| of each turn's tokens: `entropy/turn_1`, ..., `entropy/turn_9+`."""
+    return means([turn_sums(samples)])
+
+
+def turn_sums(samples: list[Sample]) -> dict[str, tuple[float, int]]:
+    """Return (sum, tokens) of the metrics of `by_turn`, which ranks add up."""
     values_by_name: dict[str, list[float]] = defaultdict(list)
     for sample in samples:
         if not sample.entropies:
@@ -211,7 +217,14 @@ def by_turn(samples: list[Sample]) -> dict[str, float]:
             name = turn_name(turn + 1)
             values_by_name[f"entropy/{name}"].append(entropy)
             values_by_name[f"mismatch/{name}"].append(gap)
-    return {name: sum(values) / len(values) for name, values in sorted(values_by_name.items())}
+    return {name: (sum(values), len(values)) for name, values in values_by_name.items()}
+
+
+def means(parts: Sequence[Mapping[str, tuple[float, int]]]) -> dict[str, float]:
+    """Return the means of sums over several parts of a batch."""
+    names = sorted({name for part in parts for name in part})
+    totals = {name: [part[name] for part in parts if name in part] for name in names}
+    return {name: sum(s for s, _ in sums) / sum(n for _, n in sums) for name, sums in totals.items()}
 
 
 def _average(results: list[dict[str, float]]) -> dict[str, float]:

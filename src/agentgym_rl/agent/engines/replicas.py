@@ -11,6 +11,7 @@ from time import monotonic
 from typing import Any
 
 from agentgym_rl.agent.engines.base import Engine
+from agentgym_rl.agent.engines.routing import SessionRouter
 from agentgym_rl.errors import EngineError
 from agentgym_rl.types import Completion, Sampling
 
@@ -26,7 +27,6 @@ class _Replica:
     engine: Engine
     version: int | None
     """Version of its weights; None after a failed update."""
-    sessions: int = 0
     failures: int = 0
     """Failures in a row, counted once for each back-off."""
     retry_at: float = 0.0
@@ -34,20 +34,21 @@ class _Replica:
 
 
 class Replicas:
-    """Routes a session to the healthy engine with the fewest sessions, and keeps it there until its release.
+    """Routes a session to a healthy engine (routing.py), and keeps it there until its release.
 
     An engine that fails gets no requests for a while (back-off), and its sessions continue on the others: every request
     has the whole conversation. Then one request at a time retries it. An engine that failed to load new weights is left
     out until it loads newer ones.
     """
 
-    def __init__(self, engines: Sequence[Engine]) -> None:
+    def __init__(self, engines: Sequence[Engine], max_sessions: int | None = None) -> None:
+        """`max_sessions`: sessions of an engine up to which episodes with the same first prompt go to it."""
         if not engines:
             raise EngineError("Replicas needs at least one engine, got none.")
         self.engines = list(engines)
         self.version = min(engine.version for engine in self.engines)
         self._replicas = [_Replica(engine, self.version) for engine in self.engines]
-        self._assignments: dict[str, int] = {}
+        self._router = SessionRouter(len(self.engines), max_sessions=max_sessions)
         self._probe: Any = None
         self._events: list[dict[str, Any]] = []
 
@@ -63,7 +64,7 @@ class Replicas:
     async def generate(self, prompt_ids: list[int], sampling: Sampling, session: str) -> Completion:
         failed: set[int] = set()
         while True:
-            index = await self._assign(session, failed)
+            index = await self._assign(session, prompt_ids, failed)
             replica, is_retry = self._replicas[index], self._replicas[index].failures > 0
             if is_retry:
                 replica.retry_at = math.inf
@@ -85,9 +86,8 @@ class Replicas:
                 return completion
 
     async def release(self, session: str) -> None:
-        index = self._assignments.pop(session, None)
+        index = self._router.remove(session)
         if index is not None:
-            self._replicas[index].sessions -= 1
             await self.engines[index].release(session)
 
     async def update_weights(self, source: Any, version: int, probe: Any = None) -> None:
@@ -121,24 +121,22 @@ class Replicas:
             if isinstance(result, BaseException):
                 raise result
 
-    async def _assign(self, session: str, failed: Collection[int]) -> int:
+    async def _assign(self, session: str, prompt_ids: list[int], failed: Collection[int]) -> int:
         """Return the session's engine, or assign another one if that cannot be used."""
-        index = self._assignments.get(session)
+        index = self._router.assigned(session)
         if index is not None and index not in failed and self._is_up(index):
             return index
         if index is not None:
             with contextlib.suppress(EngineError):
                 await self.release(session)
-        usable = [i for i, replica in enumerate(self._replicas) if replica.version is not None and i not in failed]
+        usable = {i for i, replica in enumerate(self._replicas) if replica.version is not None and i not in failed}
         if not usable:
             raise EngineError(
                 f"none of {len(self._replicas)} engine replicas is left for this request: see the events of the run"
             )
         # If all are in back-off, try one instead of waiting.
-        index = min([i for i in usable if self._is_up(i)] or usable, key=lambda i: self._replicas[i].sessions)
-        self._assignments[session] = index
-        self._replicas[index].sessions += 1
-        return index
+        up = {i for i in usable if self._is_up(i)} or usable
+        return self._router.engine_of(session, prompt_ids, set(range(len(self._replicas))) - up)
 
     def _is_up(self, index: int) -> bool:
         replica = self._replicas[index]
