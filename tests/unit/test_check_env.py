@@ -129,6 +129,18 @@ class Float32(NumberGuessing):
         return step
 
 
+class Digits(NumberGuessing):
+    def step(self, text):
+        return super().step(str(int(text)) if text.isdigit() else text)
+
+
+class Sketch:
+    name, subsets = "sketch", ["easy"]
+
+    def reset(self, item):
+        return ""
+
+
 class Modest(NumberGuessing):
     cheap = False
     oracle = actions = render = None
@@ -157,6 +169,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("SharedState", "concurrency", ["is another game while others are played", "keep state in the instance"]),
         ("OneSession", "concurrency", ["6 sessions at once are not possible: the server is full", "agent.concurrency"]),
         ("Float32", "random play", ["must return a float as reward, got float32: write float(reward)"]),
+        ("Digits", "hostile actions", ["only a long number", "raised ValueError"]),
         ("Raising", "hostile actions", ["'empty'", "raised ValueError"]),
         ("Gullible", "hostile actions", ["is rewarded"]),
         ("NotJson", "random play", ["an info that JSON can represent", "set"]),
@@ -174,6 +187,15 @@ def test_a_defect_is_found(name: str, check: str, words: list[str]) -> None:
     assert list(errors) == [check], findings
     for word in words:
         assert word in errors[check]
+
+
+def test_all_mistakes_in_the_shape_of_a_class_are_listed_at_once() -> None:
+    findings = findings_of("defects_for_tests:Sketch", {})
+    assert {finding.level for finding in findings} == {"error"}
+    text = "\n".join(finding.text for finding in findings)
+    for missing in ("no method step", "no method close", "no method subsets_of", "no attribute splits"):
+        assert missing in text
+    assert "subsets is ['easy']" in text
 
 
 def test_advice_is_no_failure() -> None:

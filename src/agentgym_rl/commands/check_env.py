@@ -18,7 +18,7 @@ def findings_of(name: str, kwargs: Mapping[str, Any]) -> list[Finding]:
     """Return a finding per check. If the class has the wrong shape, only its problems."""
     is_class = own_class.is_import_path(name) and not catalog.is_bridged(name)
     env_class = own_class.import_class(name) if is_class else None
-    problems = own_class.class_problems(env_class, kwargs) if env_class is not None else []
+    problems = own_class.all_problems(env_class, kwargs, name) if env_class is not None else []
     if problems:
         return [Finding("class", "error", problem) for problem in problems]
     try:

@@ -58,7 +58,10 @@ HOSTILE = {
     "no address": "goto [http://[::1]",
     "a letter for a slash": "goto [http://shop.test\u2100/]",
     "long number": f"get {'9' * 5000} oak log",
+    "only a long number": "9" * 5000,
     "other digits": "get ³ oak log using ٣ ½ ⑤",
+    "only another digit": "³",
+    "negative number": "-1",
     "noise": "".join(
         chr(_NOISE.choice([_NOISE.randrange(0x20, 0x500), _NOISE.randrange(0x10FFFF)])) for _ in range(2000)
     ),
@@ -338,7 +341,10 @@ async def check(name: str, kwargs: Mapping[str, Any], turns: int = 50, timeout_s
         if problems:  # it cannot be played: the other checks would repeat this
             return findings
         if not ended:
-            text = f"no episode of random play ended within {turns} turns: fine if a horizon ends it"
+            text = (
+                f"no episode of random play ended within {turns} turns, so the last step and its info['success'] were "
+                "not checked: add actions() or oracle(), or ignore it if only the horizon ends an episode"
+            )
             findings[-1] = Finding("random play", "advice", text)
         problems = await _attempt(determinism_problems(pool, name, items))
         problems = problems or await process_problems(name, kwargs, items)

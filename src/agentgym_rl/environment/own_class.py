@@ -97,6 +97,17 @@ def class_problems(env_class: type, kwargs: Mapping[str, Any]) -> list[str]:
     return problems
 
 
+def all_problems(env_class: type, kwargs: Mapping[str, Any], where: str) -> list[str]:
+    """Return a line per mistake in the shape of the class and of an instance, if one can be made."""
+    problems = [*method_problems(env_class), *signature_problems(env_class, kwargs)]
+    if signature_problems(env_class, kwargs):
+        return problems + attribute_problems(env_class)
+    try:
+        return problems + attribute_problems(_create(env_class, kwargs, where))
+    except ConfigError as error:
+        return [*problems, str(error)]
+
+
 def _needs_instance(env_class: type) -> bool:
     """Return whether attributes or subsets are known only once an instance exists."""
     missing = (not hasattr(env_class, name) for name in ATTRIBUTES)

@@ -156,7 +156,8 @@ def read_step(answer: Any, where: str) -> Step:
 def checked_step(step: Any, where: str) -> Step:
     """Return `step` after checking its types: a string, a finite number, a bool, a JSON object."""
     if not isinstance(step, Step):
-        raise EnvError(f"{where} must return a Step, got {type(step).__name__}")
+        form = "agentgym_rl.Step(observation, reward, done, info)"
+        raise EnvError(f"{where} must return a Step, got {type(step).__name__}: return {form}")
     if not isinstance(step.observation, str):
         raise EnvError(f"{where} must return a string as observation, got {type(step.observation).__name__}")
     if isinstance(step.reward, bool) or not isinstance(step.reward, int | float):
