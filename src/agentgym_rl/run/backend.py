@@ -14,15 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.agent.engines.replicas import Replicas
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.templates import resolve_template
 from agentgym_rl.config import Config, ModelConfig
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.run import backend_vllm
 from agentgym_rl.run.collectors import collect_each, engine_policies, make_external
 from agentgym_rl.run.load_model import choose_device, load_from, load_teacher
+from agentgym_rl.run.local_engine import MakeEngine, native_engine
 from agentgym_rl.run.teams import Team
 from agentgym_rl.training import lora
 from agentgym_rl.training.checkpoint import SHARDS, export, on_host, random_state, save_checkpoint
@@ -141,8 +140,7 @@ class LocalBackend:
         model: Any,
         tokenizer: Any,
         reference_dir: Path | None,
-        vllm: backend_vllm.Vllm | None = None,
-        weights_dir: Path | None = None,
+        make_engine: MakeEngine | None = None,
         league_dir: Path | None = None,
     ) -> None:
         self._config, self._pool, self._model, self._tokenizer = config, pool, model, tokenizer
@@ -161,15 +159,8 @@ class LocalBackend:
                 warm=config.warm_start is not None,
             )
         self.renderer = Renderer(tokenizer, config.model.chat_template, thoughts=config.agent.thoughts)
-        self._vllm, self._weights_dir = vllm, weights_dir
-        if vllm is None:
-            # If the learner changes its weights while episodes are played, the engine needs a copy.
-            played = freeze(copy.deepcopy(model)) if config.rl.asynchronous else model
-            self._engine: backend_vllm.RunEngine = make_engine(
-                played, self.renderer, config.sessions_per_engine(), config.longest_context(), config.rl.keep_cache
-            )
-        else:
-            self._engine = vllm
+        local = (make_engine or native_engine(config, model))(self.renderer)
+        self._engine, self._publish = local.engine, local.publish
         self._external = make_external(config.agent)
         self.max_context = self._engine.max_context
         self.team: Team | None = None
@@ -237,20 +228,7 @@ class LocalBackend:
         self._model.load_state_dict(before.state_dict())
 
     async def publish(self, version: int) -> None:
-        if self._vllm is None:
-            source = self._model.state_dict() if self._config.rl.asynchronous else None
-            await self._engine.update_weights(source, version)
-        else:
-            assert self._weights_dir is not None
-            await backend_vllm.publish(
-                self._vllm,
-                self._config.engine,
-                self._model,
-                self._tokenizer,
-                version,
-                self._weights_dir,
-                adapters=self._config.model.lora is not None,
-            )
+        await self._publish(version)
 
     def save(self, root: Path, step: int, state: dict[str, Any], keep: int) -> None:
         with_optimizer = self.learner is not None and self._config.checkpoint.optimizer
@@ -285,7 +263,7 @@ class LocalBackend:
         self.learner.restore(state)
 
     async def events(self) -> list[dict[str, Any]]:
-        return self._vllm.drain_events() if isinstance(self._vllm, Replicas) else []
+        return self._engine.drain_events() if isinstance(self._engine, Replicas) else []
 
     async def close(self) -> None:
         self._writer.shutdown()
@@ -294,15 +272,6 @@ class LocalBackend:
         if self.team is not None:
             await self.team.close()
         await self._engine.close()
-
-
-def make_engine(
-    model: Any, renderer: Renderer, max_sessions: int, max_context: int, keep_cache: bool = False
-) -> NativeEngine:
-    """Return a native engine over `model`."""
-    return NativeEngine(
-        model, decode=renderer.decode, max_sessions=max_sessions, max_context=max_context, keep_cache=keep_cache
-    )
 
 
 def make_learner(

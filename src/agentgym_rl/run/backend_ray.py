@@ -25,11 +25,12 @@ from agentgym_rl.agent.templates import resolve_template
 from agentgym_rl.config import AgentConfig, Config, EnvironmentConfig
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.run import backend_vllm
-from agentgym_rl.run.backend import OnTrajectory, Trainer, about_renderer, make_engine, make_learner, make_trainer
+from agentgym_rl.run.backend import OnTrajectory, Trainer, about_renderer, make_learner, make_trainer
 from agentgym_rl.run.collectors import engine_policies, make_collector, make_stages
 from agentgym_rl.run.context import RunContext
 from agentgym_rl.run.environments_pool import EnvironmentsPool
 from agentgym_rl.run.load_model import choose_device, load_from
+from agentgym_rl.run.local_engine import make_native_engine
 from agentgym_rl.run.rank_handles import (
     LearnerHandle,
     RankResult,
@@ -317,7 +318,7 @@ def make_engine_adapter(config: Config, folder: Path) -> EngineAdapter:
     model = freeze(model)
     renderer = Renderer(tokenizer, config.model.chat_template, thoughts=config.agent.thoughts)
     sizes = config.sessions_per_engine(), config.longest_context()
-    return NativeAdapter(make_engine(model, renderer, *sizes, config.rl.keep_cache), model)
+    return NativeAdapter(make_native_engine(model, renderer, *sizes, config.rl.keep_cache), model)
 
 
 def _load_renderer(folder: Path, config: Config) -> Renderer:

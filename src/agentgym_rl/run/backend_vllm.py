@@ -6,11 +6,10 @@ import secrets
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from agentgym_rl.agent.engines.base import Engine
 from agentgym_rl.agent.engines.replicas import Replicas
 from agentgym_rl.agent.engines.vllm import Probe, VllmEngine, VllmServer, probe_model
 from agentgym_rl.config import Config, EngineConfig
@@ -19,15 +18,6 @@ from agentgym_rl.training.checkpoint import export
 from agentgym_rl.transport.broadcast import BroadcastWeights
 from agentgym_rl.transport.buckets import WeightsInterrupted, WeightSource
 from agentgym_rl.transport.device import DeviceWeights, Endpoint
-
-
-class RunEngine(Engine, Protocol):
-    """Engine of a run."""
-
-    @property
-    def max_context(self) -> int:
-        """Most tokens of a prompt and its reply together."""
-
 
 Vllm = VllmEngine | VllmServer | Replicas
 
@@ -63,18 +53,6 @@ def make_vllm(config: Config, folder: Path) -> Vllm:
             for _ in range(settings.replicas)
         ]
     return engines[0] if len(engines) == 1 else Replicas(engines, config.sessions_per_engine())
-
-
-async def start_vllm(
-    engine: Vllm, settings: EngineConfig, model: Any, tokenizer: Any, weights_dir: Path, *, adapters: bool
-) -> None:
-    """Start an engine and give it the weights of `model`: a running server may hold others. Close it if that fails."""
-    try:
-        await engine.start()
-        await publish(engine, settings, model, tokenizer, 0, weights_dir, adapters=adapters)
-    except BaseException:
-        await engine.close()
-        raise
 
 
 async def publish(

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.run import backend_vllm
 from agentgym_rl.run.backend import Backend, LocalBackend
 from agentgym_rl.run.context import RunContext
 from agentgym_rl.run.demonstrations import load_demonstrations
 from agentgym_rl.run.load_model import load_from
+from agentgym_rl.run.local_engine import START_ENGINE
 from agentgym_rl.run.offline import OfflineRun
 from agentgym_rl.run.rl import RLRun
 from agentgym_rl.run.rounds import RETRAINED
@@ -88,21 +89,11 @@ async def start_backend(
             export(model, tokenizer, start_dir)
     else:
         model, tokenizer = load_from(folder, config.model)
-    if config.engine.kind == "native":
-        return LocalBackend(config, context.pool, model, tokenizer, reference, league_dir=root / "league")
-    context.console.stage("vLLM", ", ".join(config.engine.urls) or f"{config.engine.replicas} started here")
-    weights_dir, adapters = root / "engine", config.model.lora is not None
-    folder = Path(str(config.model.path)) if adapters else weights_dir / "start"
-    if not adapters:
-        export(model, tokenizer, folder)  # vLLM reads the model's shape from a folder
-    engine = backend_vllm.make_vllm(config, folder)
-    await backend_vllm.start_vllm(engine, config.engine, model, tokenizer, weights_dir, adapters=adapters)
-    shutil.rmtree(weights_dir / "start", ignore_errors=True)
-    try:
-        return LocalBackend(config, context.pool, model, tokenizer, reference, engine, weights_dir, root / "league")
-    except BaseException:
-        await engine.close()
-        raise
+    async with AsyncExitStack() as stack:
+        make_engine = await START_ENGINE[config.engine.kind](context, model, tokenizer, stack)
+        backend = LocalBackend(config, context.pool, model, tokenizer, reference, make_engine, root / "league")
+        stack.pop_all()
+    return backend
 
 
 async def _start_cluster(
