@@ -15,7 +15,7 @@ quickstart: $(QUICK)
 
 # Files go to the workers in the order of tests/conftest.py, the longest first; else those of most tests would be first.
 test: lint browser
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not long" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not long" $(ARGS)
 
 # What takes too long for `make test`: algorithms that learn, and faults on a cluster that `make faults` does not have.
 test-long: $(FULL)

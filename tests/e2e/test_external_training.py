@@ -52,7 +52,10 @@ def episodes(folder: Path) -> list[Trajectory]:
 
 @pytest.mark.parametrize(
     "program",
-    ["openai_agent:play", f'["{sys.executable}", "{EXAMPLES / "openai_agent.py"}"]'],
+    [
+        "openai_agent:play",
+        pytest.param(f'["{sys.executable}", "{EXAMPLES / "openai_agent.py"}"]', marks=pytest.mark.long),
+    ],
     ids=["function", "command"],
 )
 def test_a_program_with_the_openai_sdk_trains_token_exactly(program: str, tmp_path: Path) -> None:

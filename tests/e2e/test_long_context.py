@@ -38,7 +38,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("recipe", ["tiny-window.toml", "tiny-summary.toml"])
+@pytest.mark.parametrize("recipe", [pytest.param("tiny-window.toml", marks=pytest.mark.long), "tiny-summary.toml"])
 def test_learned_values_cover_every_trained_token_of_all_segments(recipe: str, tmp_path: Path) -> None:
     played = train(recipe, tmp_path, "threads=1")
     assert max(t.num_segments for t in played) > 1

@@ -115,7 +115,7 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(
     assert_equal(run, uninterrupted(method))
 
 
-@pytest.mark.parametrize("before_the_end", [3, 0])
+@pytest.mark.parametrize("before_the_end", [pytest.param(3, marks=pytest.mark.long), 0])
 def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(
     before_the_end: int, uninterrupted: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -91,6 +91,7 @@ def stopped(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_it_plays_and_learns_what_one_process_does(alone: Path, stopped: Path) -> None:
     """Token for token on two learners, two engines and two hosts, with an engine lost on the way. In four steps: sums
     over ranks round differently, which one day turns a token."""
@@ -106,6 +107,7 @@ def test_it_plays_and_learns_what_one_process_does(alone: Path, stopped: Path) -
             assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
 
 
+@pytest.mark.long
 def test_the_log_records_the_events_and_no_process_is_left(stopped: Path) -> None:
     assert events_of(stopped)[0] == "engine_lost"
     after = events_of(stopped)[events_of(stopped).index("stopped") + 1 :]
@@ -117,6 +119,7 @@ def test_the_log_records_the_events_and_no_process_is_left(stopped: Path) -> Non
     assert leaked() == 0
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_several_ranks_is_resumed_by_one_process(stopped: Path) -> None:
     last = list_checkpoints(stopped / "checkpoints")[-1]
     step = int(last.name.rpartition("_")[2])

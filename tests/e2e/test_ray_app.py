@@ -236,6 +236,7 @@ async def notes(app: Any) -> list[list[str]]:
     return list(await asyncio.gather(*calls))
 
 
+@pytest.mark.long
 async def test_an_engine_sleeps_while_its_learner_works_and_restarts_after_its_death() -> None:
     app = await started(plan())
     try:

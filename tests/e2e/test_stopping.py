@@ -260,6 +260,7 @@ def fill(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_a_run_survives_a_full_disk_and_writes_its_data_later(small_disk: Path) -> None:
     run = ForkedCommand(small_disk, "rl.steps=3000", "agent.max_context=400")
     try:

@@ -44,6 +44,7 @@ def assert_equal(run: Path, expected: Path) -> None:
     assert all(torch.equal(weights[name], value) for name, value in final_weights(expected).items())
 
 
+@pytest.mark.long
 async def test_a_run_of_trees_learns(tmp_path: Path) -> None:
     fixed = {"kind": "fixed", "turns": [6]}
     settings = {"rl__steps": 10, "rl__groups_per_step": 8, "rl__optimizer": {"lr": 3e-3}, "horizon": fixed}

@@ -134,6 +134,7 @@ def test_models_loaded_in_several_threads_leave_transformers_unchanged(intact: P
         PreTrainedModel.tie_weights = tie_weights  # type: ignore[method-assign]
 
 
+@pytest.mark.long
 def test_the_command_line_ends_in_one_line_for_a_damaged_model(intact: Path, tmp_path: Path) -> None:
     folder = tmp_path / "damaged"
     shutil.copytree(intact, folder)

@@ -36,7 +36,9 @@ def eager_collector() -> Iterator[None]:
     Cycle.freed = 0
     yield
     gc.set_threshold(*known)
-    if not enabled:
+    if enabled:
+        gc.enable()
+    else:
         gc.disable()
 
 

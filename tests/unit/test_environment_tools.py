@@ -33,6 +33,9 @@ TYPE = Tool(
 )
 STRUCTURED = Tool("query", "Ask.", "", {"filter": {"type": "object"}, "exact": {"type": "boolean", "default": False}})
 
+BY_TEXT = {"nim", "debate"}
+"""Games of several roles, which act by text."""
+
 
 @pytest.mark.parametrize(
     ("tool", "arguments", "action"),
@@ -90,7 +93,7 @@ def test_an_action_without_a_tool_is_an_error() -> None:
         call_of([CRAFT, TYPE], "jump", "env")
 
 
-@pytest.mark.parametrize("name", sorted(set(catalog.CATALOG) - {"webarena", "sciworld"}))
+@pytest.mark.parametrize("name", sorted(set(catalog.CATALOG) - {"webarena", "sciworld"} - BY_TEXT))
 def test_every_environment_offers_its_actions_as_tools(name: str) -> None:
     env = catalog.load(name)()
     tools: Sequence[Tool] = env.tools()  # type: ignore[attr-defined]
@@ -111,7 +114,7 @@ def test_every_environment_offers_its_actions_as_tools(name: str) -> None:
     env.close()
 
 
-@pytest.mark.parametrize("name", sorted(catalog.CATALOG))
+@pytest.mark.parametrize("name", sorted(set(catalog.CATALOG) - BY_TEXT))
 def test_schemas_are_those_of_chat_apis(name: str) -> None:
     for tool in catalog.load(name).tools():  # type: ignore[attr-defined]
         schema = tool.schema()

@@ -52,13 +52,14 @@ def on_hosts(playing: Playing) -> list[int]:
     return sorted(counts.values(), reverse=True)
 
 
-@pytest.mark.parametrize(("size", "groups"), [(1, 400), (8, 50)])
-async def test_evaluation_plays_as_many_episodes_at_once_as_training(size: int, groups: int) -> None:
+@pytest.mark.parametrize(("size", "groups", "on_each"), [(1, 400, 68), (8, 50, 64)])
+async def test_evaluation_plays_as_many_episodes_at_once_as_training(size: int, groups: int, on_each: int) -> None:
+    """256 are played at once, and up to 16 more environments are opened ahead: 68 on each host."""
     recipe = {"model": {"path": "anywhere"}, "environments": [{"name": "keydoor"}], "agent": {"concurrency": 256}}
     plan = plan_of(Config.model_validate(recipe | {"scale": {"env_hosts": 4, "address": "auto"}}))
     playing = Playing(HostScheduler(plan.env_hosts, plan.episodes_per_host, 60.0))
     await playing.begin(*[size] * groups)
-    assert on_hosts(playing) == [64, 64, 64, 64]
+    assert on_hosts(playing) == [on_each] * 4
     await playing.end()
     assert playing.now == []
 

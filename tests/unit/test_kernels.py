@@ -12,8 +12,14 @@ import pytest
 pytest.importorskip("triton", reason="there is none for this system")
 
 SCRIPT = Path(__file__).parents[1] / "kernels_interpreted.py"
-QUICK = ("llama", "drafts", "layers", "logits")
-LONG = [("qwen3", "float16"), ("wide", "out_of_memory", "slept"), ("bucketed", "moved_weights"), ("guessed_replies",)]
+QUICK = ("llama", "logits")
+LONG = [
+    ("drafts", "layers"),
+    ("qwen3", "float16"),
+    ("wide", "out_of_memory", "slept"),
+    ("bucketed", "moved_weights"),
+    ("guessed_replies",),
+]
 CHECKS = [QUICK, *(pytest.param(names, marks=[pytest.mark.long, pytest.mark.timeout(1200)]) for names in LONG)]
 
 

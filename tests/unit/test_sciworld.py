@@ -314,6 +314,7 @@ def play(env: SciWorld, item: int, between: Iterator[None] | None = None) -> lis
     return texts
 
 
+@pytest.mark.long
 def test_sessions_of_one_process_do_not_disturb_each_other(env: SciWorld) -> None:
     alone = {item: play(env, item) for item in SCRIPTS}
     disturber = SciWorld()
