@@ -8,14 +8,18 @@ FULL := $(VENV)/.full
 VLLM := .venv-vllm
 VERIFIERS := .venv-verifiers
 
-.PHONY: quickstart quickstart-cluster test test-long faults test-gpu test-vllm test-verifiers lint format bench docs pictures browser clean
+.PHONY: quickstart quickstart-cluster test test-quick test-long faults test-gpu test-vllm test-verifiers lint format bench docs pictures browser clean
 
 quickstart: $(QUICK)
 	$(BIN)/agentgym-rl train recipes/quickstart.toml $(ARGS)
 
+test: $(FULL) browser
+	$(MAKE) --no-print-directory --jobs 2 lint test-quick
+
 # Files go to the workers in the order of tests/conftest.py, the longest first; else those of most tests would be first.
-test: lint browser
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not long" $(ARGS)
+# Many tests wait for processes that they start, so there are more workers than cores.
+test-quick: $(FULL) browser
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 5 --dist loadfile --no-loadscope-reorder -m "not long" $(ARGS)
 
 # What takes too long for `make test`: algorithms that learn, and faults on a cluster that `make faults` does not have.
 test-long: $(FULL)

@@ -323,6 +323,7 @@ def test_play_with_typed_actions() -> None:
     assert "max_turns, 2 turns" in completed.stdout
 
 
+@pytest.mark.long
 def test_play_on_our_server() -> None:
     with served("textcraft", "babyai") as (url, _):
         completed = command("play", "textcraft", "--oracle", "--item", "3", "--url", url)

@@ -243,6 +243,7 @@ async def test_failing_episodes_are_named_episode_errors(tmp_path: Path) -> None
     assert "episode_errors" in rules_of(await drive(tmp_path, Failing, agent__retries=0))
 
 
+@pytest.mark.long
 async def test_truncated_replies_and_contexts_are_named(tmp_path: Path) -> None:
     env = paying(pays=lambda replies, asked: 0.0, choices=digits(6))
     assert "length_truncation" in rules_of(await drive(tmp_path / "reply", env, steps=6))

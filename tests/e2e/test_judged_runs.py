@@ -108,6 +108,7 @@ async def test_a_step_without_its_judge_drops_episodes_and_a_dead_judge_ends_the
         await run(config, tmp_path / "none")
 
 
+@pytest.mark.long
 async def test_rescore_judges_stored_episodes_again_and_shows_how_ranks_change(
     server: JudgeServer, tmp_path: Path
 ) -> None:

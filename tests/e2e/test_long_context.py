@@ -56,6 +56,7 @@ def test_learned_values_cover_every_trained_token_of_all_segments(recipe: str, t
         assert len(learned[trajectory.id]["advantages"]) == len(learned[trajectory.id]["entropies"]) == trained
 
 
+@pytest.mark.long
 def test_a_run_with_segments_resumes(tmp_path: Path) -> None:
     # With overlap the checkpoint holds the episodes of the next step, segments included.
     overrides = ("threads=1", "rl.overlap=1", "rl.steps=3", "checkpoint.every=1")

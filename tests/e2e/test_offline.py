@@ -192,6 +192,7 @@ def test_every_round_of_agentevol_starts_from_the_base_model(
     assert any(not torch.equal(base[name], value) for name, value in moved.items())
 
 
+@pytest.mark.long
 async def test_reference_log_probabilities_come_from_the_model_at_the_start_of_the_round(
     uninterrupted: Callable[[str], Path],
 ) -> None:

@@ -188,6 +188,7 @@ def test_a_run_saved_by_an_earlier_version_is_resumed(tmp_path: Path) -> None:
     assert read_metrics(run / "metrics.jsonl")[:2] == before
 
 
+@pytest.mark.long
 def test_an_asynchronous_run_is_killed_and_resumed_within_its_bound(tmp_path: Path) -> None:
     run = tmp_path / "run"
     train_process(run, "rl.max_staleness=2").kill_when(lambda: count_steps(run) >= 3)

@@ -66,6 +66,7 @@ async def test_sigterm_during_a_checkpoint_stops_the_run_once(tmp_path: Path, mo
     assert events_of(tmp_path / "run") == ["stopped"]
 
 
+@pytest.mark.long
 async def test_a_stop_does_not_save_a_step_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save, saved = LocalBackend.save, []
 

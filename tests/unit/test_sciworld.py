@@ -346,6 +346,7 @@ def test_sessions_of_one_process_do_not_disturb_each_other(env: SciWorld) -> Non
     assert POOL.jvms[0].num_worlds == 1
 
 
+@pytest.mark.long
 def test_eight_sessions_share_two_processes_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(jvm.PROCESSES_VARIABLE, "2")
     sessions = [SciWorld() for _ in range(8)]
@@ -366,6 +367,7 @@ def test_eight_sessions_share_two_processes_in_bounded_memory(monkeypatch: pytes
 # --- processes that die ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_killed_process_is_an_error_and_the_next_repeats_the_game(env: SciWorld) -> None:
     story = play(env, BOIL)
     assert "steam" in story[-1]
