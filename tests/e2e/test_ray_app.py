@@ -363,7 +363,7 @@ async def test_a_death_long_after_a_call_started_does_not_end_the_run(
     try:
         await app.weights.publish(0)
         app.plan = replace(of, worker_timeout_s=0.0)  # since the call began that is over, whenever a worker dies
-        assert await app.play(tmp_path / "group", 1), "by whoever is alive"
+        assert await app.play(tmp_path / "group", 1), "the living worker plays it"
         engines = ray_app.RemoteEngine(app.engines, app.state, timeout_s=0.0)
         # Version 1 is published while no engine can be reached, and asked for by who can reach them.
         await app.state.publish.remote(await app.learners[0].put_weights.remote(1, 1 << 20, True))
