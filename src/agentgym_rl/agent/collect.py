@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, Literal, TypeVar
 
 from agentgym_rl.agent.policy import Policy, PolicyFactory
@@ -105,23 +105,35 @@ class Collector:
         parent: tuple[str, int] = ("", 0),
     ) -> list[Trajectory]:
         """Play all attempts at one episode of a group. `start` and `parent` (id, turns) are those of a branch."""
+
+        async def play(stage: EpisodeStage, attempt: int) -> list[Trajectory]:
+            trajectory = await self._episode(
+                task,
+                limits,
+                stage,
+                id=f"{self.prefix}{seed}-{index}-{member}-{attempt}",
+                seed=stable_seed(seed, index, member, attempt),
+                start=start,
+            )
+            trajectory.parent, trajectory.shared_turns = parent[0], min(parent[1], trajectory.num_turns)
+            return [trajectory]
+
+        return await self._attempt(task, play)
+
+    async def _attempt(
+        self, task: Task, play: Callable[[EpisodeStage, int], Awaitable[list[Trajectory]]]
+    ) -> list[Trajectory]:
+        """Call `play(stage, attempt)` until none of its episodes ends as ERROR, and return those of all attempts."""
         attempts: list[Trajectory] = []
         for attempt in range(self._retries + 1):
             async with self._stages.episode(task.env) as stage:
-                trajectory = await self._episode(
-                    task,
-                    limits,
-                    stage,
-                    id=f"{self.prefix}{seed}-{index}-{member}-{attempt}",
-                    seed=stable_seed(seed, index, member, attempt),
-                    start=start,
-                )
-            trajectory.parent, trajectory.shared_turns = parent[0], min(parent[1], trajectory.num_turns)
-            attempts.append(trajectory)
-            self._count(trajectory, attempt)
-            if self._on_trajectory is not None:
-                self._on_trajectory(trajectory)
-            if trajectory.stop is not StopReason.ERROR:
+                played = await play(stage, attempt)
+            attempts += played
+            for trajectory in played:
+                self._count(trajectory, attempt)
+                if self._on_trajectory is not None:
+                    self._on_trajectory(trajectory)
+            if all(trajectory.stop is not StopReason.ERROR for trajectory in played):
                 break
         return attempts
 
@@ -135,15 +147,9 @@ class Collector:
         seed: int,
         start: Start | None = None,
     ) -> Trajectory:
-        try:
-            async with asyncio.timeout(self._episode_timeout_s):
-                session = await self._pool.open(task.env)
-        except ConfigError:
-            raise
-        except Exception as error:
-            # Recorded and retried like any failed episode.
-            text = f"{type(error).__name__}: cannot open a session of {task.env}: {str(error) or 'timeout'}"
-            return Trajectory(id, task, stop=StopReason.ERROR, error=text, horizon=limits.max_turns)
+        session = await self._open(task)
+        if isinstance(session, str):
+            return Trajectory(id, task, stop=StopReason.ERROR, error=session, horizon=limits.max_turns)
         try:
             env = session if self._wrap is None else self._wrap(session)
             policy = self._make_policy(env, seed)
@@ -162,6 +168,16 @@ class Collector:
         finally:
             stage.leave()  # a slow close must not keep another episode from the engine
             await self._close(session)
+
+    async def _open(self, task: Task) -> EnvSession | str:
+        """Return a session, or why there is none, which is recorded and retried like any failed episode."""
+        try:
+            async with asyncio.timeout(self._episode_timeout_s):
+                return await self._pool.open(task.env)
+        except ConfigError:
+            raise
+        except Exception as error:
+            return f"{type(error).__name__}: cannot open a session of {task.env}: {str(error) or 'timeout'}"
 
     async def _close(self, session: EnvSession) -> None:
         try:

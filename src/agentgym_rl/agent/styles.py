@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from agentgym_rl.agent.session_wrapper import SessionWrapper
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.types import EnvSession, ForkableSession, Step, ToolCall
 
@@ -91,27 +92,13 @@ STYLES: dict[str, Style] = {
 }
 
 
-class StyledSession:
+class StyledSession(SessionWrapper):
     """A session with the style's instruction text and action format."""
 
     def __init__(self, env: EnvSession, style: Style) -> None:
-        self.name = env.name
+        super().__init__(env)
         self.instruction = "\n\n".join(text for text in (env.instruction, style.suffix) if text)
-        self.tools = env.tools
-        self._env = env
         self._style = style
-
-    async def reset(self, item: int) -> Step:
-        return await self._env.reset(item)
-
-    async def step(self, text: str) -> Step:
-        return await self._env.step(text)
-
-    async def call(self, calls: list[ToolCall], message: str = "") -> Step:
-        return await self._env.call(calls, message)
-
-    def call_of(self, action: str) -> ToolCall | None:
-        return self._env.call_of(action)
 
     async def actions(self) -> list[str]:
         return [self._style.write(action) for action in await self._env.actions()]
@@ -123,18 +110,12 @@ class StyledSession:
     async def advice(self) -> tuple[str, str]:
         return await self._env.advice() if self.tools else ("", await self.oracle())
 
-    async def render(self) -> str | bytes:
-        return await self._env.render()
-
     async def fork(self) -> object | None:
         return await self._env.fork() if isinstance(self._env, ForkableSession) else None
 
     async def resume(self, copy: object) -> None:
         assert isinstance(self._env, ForkableSession)
         await self._env.resume(copy)
-
-    async def close(self) -> None:
-        await self._env.close()
 
 
 _ASK = (
@@ -148,7 +129,7 @@ _ASK_AGAIN = (
 _PLAIN_REFLECTION = "I will start again and choose other actions."
 
 
-class ReflectSession:
+class ReflectSession(SessionWrapper):
     """Several attempts at one item as one episode, with a written reflection between them.
 
     An attempt fails when the environment ends it without success or when its turns are used up. The next reply is then
@@ -172,10 +153,7 @@ class ReflectSession:
             raise ConfigError(
                 f"attempts and turns_per_attempt must be 1 or more, got {attempts} and {turns_per_attempt}"
             )
-        self.name = env.name
-        self.instruction = env.instruction
-        self.tools = env.tools
-        self._env = env
+        super().__init__(env)
         self._attempts = attempts
         self._turns_per_attempt = turns_per_attempt
         self._retry = retry
@@ -194,9 +172,6 @@ class ReflectSession:
 
     async def call(self, calls: list[ToolCall], message: str = "") -> Step:
         return await self._restart() if self._reflecting else self._played(await self._env.call(calls, message))
-
-    def call_of(self, action: str) -> ToolCall | None:
-        return self._env.call_of(action)
 
     def _played(self, step: Step) -> Step:
         self._rewards.append(step.reward)
@@ -224,12 +199,6 @@ class ReflectSession:
 
     async def advice(self) -> tuple[str, str]:
         return "", await self.oracle()
-
-    async def render(self) -> str | bytes:
-        return await self._env.render()
-
-    async def close(self) -> None:
-        await self._env.close()
 
     async def _start(self) -> Step:
         self._rewards = []

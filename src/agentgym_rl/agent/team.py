@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 from agentgym_rl.agent.collect import Collector, together
 from agentgym_rl.agent.policy import Policy, PolicyFactory, Reply
 from agentgym_rl.agent.rollout import rollout
+from agentgym_rl.agent.session_wrapper import SessionWrapper
 from agentgym_rl.agent.stages import EpisodeStage
 from agentgym_rl.common.seeds import stable_seed
 from agentgym_rl.errors import ConfigError, EnvError
@@ -162,13 +163,13 @@ class World:
         return info
 
 
-class RoleSession:
+class RoleSession(SessionWrapper):
     """The game as one role sees it: its step returns when it is the role's turn again, or at the end."""
 
     def __init__(self, world: World, env: EnvSession, role: str, max_turns: int) -> None:
-        self.name, self.instruction = env.name, roles_of(env)[role]
-        self.tools: list[dict[str, Any]] = []
-        self._world, self._env, self._role = world, env, role
+        super().__init__(env)
+        self.instruction, self.tools = roles_of(env)[role], []
+        self._world, self._role = world, role
         self._turns_left = max_turns
 
     async def reset(self, item: int) -> Step:
@@ -188,18 +189,6 @@ class RoleSession:
 
     def call_of(self, action: str) -> ToolCall | None:
         return None
-
-    async def actions(self) -> list[str]:
-        return await self._env.actions()
-
-    async def oracle(self) -> str:
-        return await self._env.oracle()
-
-    async def advice(self) -> tuple[str, str]:
-        return await self._env.advice()
-
-    async def render(self) -> str | bytes:
-        return await self._env.render()
 
     async def close(self) -> None:
         """Do nothing: the owner of the game closes its session."""
@@ -313,29 +302,19 @@ class TeamCollector(Collector):
     async def _play_games(
         self, task: Task, limits: Limits, seed: int, index: int, member: int, players: Mapping[str, Player]
     ) -> list[Trajectory]:
-        """Play all attempts at one game of a group, and return the episodes of its roles."""
-        played: list[Trajectory] = []
-        for attempt in range(self._retries + 1):
-            async with self._stages.episode(task.env) as stage:
-                game = await self._play_game(
-                    task,
-                    limits,
-                    players,
-                    stage,
-                    ids={role: f"{self.prefix}{seed}-{index}-{role}-{member}-{attempt}" for role in players},
-                    seed=stable_seed(seed, index, member, attempt),
-                )
-            played += game
-            for trajectory in game:
-                if trajectory.role in self._kept_roles(players):
-                    self._count(trajectory, attempt)
-                    if self._on_trajectory is not None:
-                        self._on_trajectory(trajectory)
-            if not any(t.stop is StopReason.ERROR for t in game):
-                break
-        return played
+        """Play all attempts at one game of a group, and return the episodes of the roles that are kept."""
 
-    async def _play_game(
+        async def play(stage: EpisodeStage, attempt: int) -> list[Trajectory]:
+            ids = {role: f"{self.prefix}{seed}-{index}-{role}-{member}-{attempt}" for role in players}
+            game = await self._game(
+                task, limits, players, stage, ids=ids, seed=stable_seed(seed, index, member, attempt)
+            )
+            # A failed game has failed for every role, so the others need not be looked at.
+            return [trajectory for trajectory in game if trajectory.role in self._kept_roles(players)]
+
+        return await self._attempt(task, play)
+
+    async def _game(
         self,
         task: Task,
         limits: Limits,
@@ -345,15 +324,10 @@ class TeamCollector(Collector):
         ids: Mapping[str, str],
         seed: int,
     ) -> list[Trajectory]:
-        try:
-            async with asyncio.timeout(self._episode_timeout_s):
-                session = await self._pool.open(task.env)
-        except ConfigError:
-            raise
-        except Exception as error:
-            text = f"{type(error).__name__}: cannot open a session of {task.env}: {str(error) or 'timeout'}"
+        session = await self._open(task)
+        if isinstance(session, str):
             return [
-                Trajectory(ids[role], task, stop=StopReason.ERROR, error=text, role=role, player=player.name)
+                Trajectory(ids[role], task, stop=StopReason.ERROR, error=session, role=role, player=player.name)
                 for role, player in players.items()
             ]
         try:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from agentgym_rl.agent.collect import Collector, together
 from agentgym_rl.agent.policy import Policy, Reply
+from agentgym_rl.agent.session_wrapper import SessionWrapper
 from agentgym_rl.common.seeds import stable_seed
 from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.types import (
@@ -71,12 +72,12 @@ class Branch:
         return self.path.copies[self.turn]
 
 
-class TreeSession:
+class TreeSession(SessionWrapper):
     """A session that keeps its steps and, on a branch, starts with those of the parent."""
 
     def __init__(self, env: EnvSession, branch: Branch | None = None) -> None:
-        self.name, self.instruction, self.tools = env.name, env.instruction, env.tools
-        self._env, self._branch = env, branch
+        super().__init__(env)
+        self._branch = branch
         self.steps: list[Step] = []
         self.copies: list[object | None] = []
 
@@ -119,24 +120,6 @@ class TreeSession:
                 f"{self.name} must be deterministic to be branched by replay: the same replies led to another state "
                 f"at turn {turn + 1}, {got!r:.120} instead of {wanted!r:.120}. Give it a fork(), or remove [rl.tree]"
             )
-
-    def call_of(self, action: str) -> ToolCall | None:
-        return self._env.call_of(action)
-
-    async def actions(self) -> list[str]:
-        return await self._env.actions()
-
-    async def oracle(self) -> str:
-        return await self._env.oracle()
-
-    async def advice(self) -> tuple[str, str]:
-        return await self._env.advice()
-
-    async def render(self) -> str | bytes:
-        return await self._env.render()
-
-    async def close(self) -> None:
-        await self._env.close()
 
 
 class BranchPolicy:

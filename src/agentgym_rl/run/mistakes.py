@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable
 
 from agentgym_rl.agent.policy import stable_seed
+from agentgym_rl.agent.session_wrapper import SessionWrapper
 from agentgym_rl.environment.wire import NotSupported
 from agentgym_rl.types import EnvSession, Step, ToolCall
 
@@ -23,7 +24,7 @@ _THOUGHT = re.compile(r"Thought:\s*(.*?)\s*\nAction:", re.DOTALL)
 """Beginning of a reply with a thought, as the styles write it."""
 
 
-class MistakeSession:
+class MistakeSession(SessionWrapper):
     """A session whose oracle makes a mistake in a share of its turns, marked by `info["mistake"]` of the answer.
 
     Half of the mistakes are other possible actions (`actions()`, if there is such a list), mostly useless ones. The
@@ -38,10 +39,7 @@ class MistakeSession:
     def __init__(
         self, env: EnvSession, share: float, seed: int, solutions: Solutions, thought_share: float = 0.0
     ) -> None:
-        self.name = env.name
-        self.instruction = env.instruction
-        self.tools = env.tools
-        self._env = env
+        super().__init__(env)
         self._share = share
         self._seed = seed
         self._solutions = solutions
@@ -66,9 +64,6 @@ class MistakeSession:
 
     async def call(self, calls: list[ToolCall], message: str = "") -> Step:
         return self._marked(await self._env.call(calls, message))
-
-    def call_of(self, action: str) -> ToolCall | None:
-        return self._env.call_of(action)
 
     def _marked(self, step: Step) -> Step:
         made_mistake, self._made_mistake = self._made_mistake, False
@@ -107,12 +102,6 @@ class MistakeSession:
             return await self._env.actions()
         except NotSupported:
             return []
-
-    async def render(self) -> str | bytes:
-        return await self._env.render()
-
-    async def close(self) -> None:
-        await self._env.close()
 
 
 def inject_mistakes(

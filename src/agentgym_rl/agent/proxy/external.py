@@ -21,6 +21,7 @@ from agentgym_rl.agent.proxy.programs import Program, RunningProgram
 from agentgym_rl.agent.proxy.sessions import EpisodeModel, ProxySession, Submission
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.segments import stitch
+from agentgym_rl.agent.session_wrapper import SessionWrapper
 from agentgym_rl.errors import ProgramError
 from agentgym_rl.types import EnvSession, Limits, Message, Observation, Sampling, Step, ToolCall
 
@@ -30,12 +31,11 @@ EXIT_TIMEOUT_S = 10.0
 """Seconds that a program has to exit after its episode has ended."""
 
 
-class ExternalSession:
+class ExternalSession(SessionWrapper):
     """An environment whose next step is the program's submission, whatever the reply says."""
 
     def __init__(self, env: EnvSession) -> None:
-        self.name, self.instruction, self.tools = env.name, env.instruction, env.tools
-        self._env = env
+        super().__init__(env)
         self.submission: Submission | None = None
         self.last_step = Step("")
         """The environment's last answer."""
@@ -60,24 +60,6 @@ class ExternalSession:
     async def call(self, calls: list[ToolCall], message: str = "") -> Step:
         self.last_step = await self._env.call(calls, message)
         return self.last_step
-
-    def call_of(self, action: str) -> ToolCall | None:
-        return self._env.call_of(action)
-
-    async def actions(self) -> list[str]:
-        return await self._env.actions()
-
-    async def oracle(self) -> str:
-        return await self._env.oracle()
-
-    async def advice(self) -> tuple[str, str]:
-        return await self._env.advice()
-
-    async def render(self) -> str | bytes:
-        return await self._env.render()
-
-    async def close(self) -> None:
-        await self._env.close()
 
 
 class ExternalPolicy:

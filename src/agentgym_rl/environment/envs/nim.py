@@ -1,4 +1,4 @@
-"""Nim for two players: whoever takes the last stone wins. The smallest zero-sum game worth learning."""
+"""Nim for two players: the player who takes the last stone wins."""
 
 from __future__ import annotations
 
