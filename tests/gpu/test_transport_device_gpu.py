@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from reader_for_tests import on_device
 from receiver_for_tests import receiver
 
 from agentgym_rl.transport.device import device_id, send_weights
@@ -20,9 +19,14 @@ SLACK = 48 << 20
 
 
 def a_state(seed: int) -> dict[str, torch.Tensor]:
+    """Return tensors of several types and shapes, one of them empty, one not contiguous, one larger than a bucket."""
     generator = torch.Generator("cuda").manual_seed(seed)
-    return on_device(seed) | {
-        "e": torch.randn(9000, 4096, device="cuda", generator=generator).to(torch.bfloat16),  # more than a bucket
+    return {
+        "a": torch.randn(4096, 2049, device="cuda", generator=generator).to(torch.bfloat16),
+        "b": torch.randn(7, device="cuda", generator=generator),
+        "c": torch.empty(0, 2, device="cuda"),
+        "d": torch.randn(33, 5, device="cuda", generator=generator).t(),
+        "e": torch.randn(9000, 4096, device="cuda", generator=generator).to(torch.bfloat16),
         "f": torch.randn(4096, 2048, device="cuda", generator=generator),
     }
 
