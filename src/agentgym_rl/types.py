@@ -11,7 +11,7 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol
 
 Role = Literal["system", "user", "assistant", "tool"]
 Observation = str | list[str]
@@ -576,17 +576,6 @@ class EnvSession(Protocol):
 
     async def render(self) -> str | bytes: ...
     async def close(self) -> None: ...
-
-
-@runtime_checkable
-class ForkableSession(Protocol):
-    """A session whose running episode can be copied."""
-
-    async def fork(self) -> object | None:
-        """Return a copy of the episode's present state for `resume`, or None if it cannot be copied."""
-
-    async def resume(self, copy: object) -> None:
-        """Continue an episode from a copy that `fork` of another session of the same environment returned."""
 
 
 class EnvPool(Protocol):

@@ -20,7 +20,7 @@ def recipe(**sections: Any) -> Config:
 def test_what_a_cluster_would_not_read_or_could_not_do_is_refused() -> None:
     with pytest.raises(ValueError, match=r"model\.device = 'cuda:1': with \[scale\] each process is given a device"):
         recipe(model={"path": "anywhere", "device": "cuda:1"})
-    with pytest.raises(ValueError, match=r"engine\.weights = 'files': \[scale\] sends weights through memory"):
+    with pytest.raises(ValueError, match=r"engine\.weights = 'files': \[scale\] sends weights on the device"):
         recipe(engine={"kind": "vllm", "weights": "files"})
     assert recipe(model={"path": "anywhere", "device": "cuda:1"}, scale=None).model.device == "cuda:1"
     assert recipe(engine={"kind": "vllm", "weights": "files"}, scale=None).engine.weights == "files"

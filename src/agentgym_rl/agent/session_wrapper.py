@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Protocol, runtime_checkable
+
 from agentgym_rl.types import EnvSession, Step, ToolCall
+
+
+@runtime_checkable
+class ForkableSession(Protocol):
+    """A session whose running episode can be copied."""
+
+    async def fork(self) -> object | None:
+        """Return a copy of the episode's present state for `resume`, or None if it cannot be copied."""
+
+    async def resume(self, copy: object) -> None:
+        """Continue an episode from a copy that `fork` of another session of the same environment returned."""
 
 
 class SessionWrapper:

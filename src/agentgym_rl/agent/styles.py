@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from agentgym_rl.agent.session_wrapper import SessionWrapper
+from agentgym_rl.agent.session_wrapper import ForkableSession, SessionWrapper
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.types import EnvSession, ForkableSession, Step, ToolCall
+from agentgym_rl.types import EnvSession, Step, ToolCall
 
 
 @dataclass(frozen=True, slots=True)

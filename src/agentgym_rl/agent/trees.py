@@ -17,12 +17,11 @@ from typing import Any, Literal
 
 from agentgym_rl.agent.collect import Collector, together
 from agentgym_rl.agent.policy import Policy, Reply
-from agentgym_rl.agent.session_wrapper import SessionWrapper
+from agentgym_rl.agent.session_wrapper import ForkableSession, SessionWrapper
 from agentgym_rl.common.seeds import stable_seed
 from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.types import (
     EnvSession,
-    ForkableSession,
     Group,
     Limits,
     Message,

@@ -102,7 +102,7 @@ class Rank:
             offload=scale.offload and not adapters,
             reduce_once=scale.reduce_gradients == "update",
         )
-        self.fetch: Callable[[Any], Any]
+        self.fetch: Callable[[Any], Any] = _without_store
         """Reads an object of the cluster's store; set by the actor."""
         self._writer = ShardWriter(background=config.checkpoint.background)
         self._system = SystemMonitor()
@@ -563,3 +563,7 @@ def _absolute(folder: Path) -> Path:
     """Return an absolute path. A hub name stays as it is."""
     place = folder.expanduser()
     return place.absolute() if place.is_dir() else folder
+
+
+def _without_store(reference: Any) -> Any:
+    raise RuntimeError(f"{reference!r} is in an object store, and this rank is no actor of a cluster")

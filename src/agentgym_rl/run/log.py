@@ -26,7 +26,6 @@ import math
 import numbers
 import os
 import socket
-import sys
 import time
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -42,9 +41,6 @@ from agentgym_rl.errors import ConfigError, WorkerLost
 from agentgym_rl.run import disk
 from agentgym_rl.run.trackers import Tracker, require_trackers, start_trackers
 from agentgym_rl.types import Sample, Trajectory, in_order
-
-if sys.platform != "win32":
-    pass
 
 Kind = Literal["train", "eval", "warmstart", "data"]
 State = Literal["running", "finished", "stopped", "failed"]
