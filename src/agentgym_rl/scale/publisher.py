@@ -12,10 +12,12 @@ import asyncio
 import os
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, Protocol
 
 from agentgym_rl.errors import ConfigError, EngineError
@@ -82,13 +84,20 @@ def shares_device_memory(plan: Plan) -> bool:
     return plan.layout == "colocated" and (setting == "always" or (setting == "" and plan.device == "cuda"))
 
 
-def match_engines(rank_devices: Sequence[str], endpoints: Mapping[int, Endpoint]) -> dict[int, int]:
-    """Return {engine: rank on its device}. Ranks that share a device serve its engines in turn."""
-    matches: dict[int, int] = {}
-    for index, endpoint in sorted(endpoints.items()):
-        ranks = [rank for rank, device in enumerate(rank_devices) if device == endpoint.device]
-        if ranks:
-            matches[index] = min(ranks, key=lambda rank: list(matches.values()).count(rank))
+Served = list[tuple[int, Endpoint]]
+"""(rank, endpoint of an engine on its device)."""
+
+
+def match_engines(rank_devices: Sequence[str], endpoints: Mapping[int, Sequence[Endpoint]]) -> dict[int, Served]:
+    """Return {engine: its endpoints with the rank on the device of each}, of engines that have a rank on all devices.
+    Ranks that share a device serve its engines in turn."""
+    matches, counts = dict[int, Served](), Counter[int]()
+    for index, own in sorted(endpoints.items()):
+        candidates = [[rank for rank, device in enumerate(rank_devices) if device == e.device] for e in own]
+        for ranks, endpoint in zip(candidates, own, strict=True) if all(candidates) else ():
+            rank = min(ranks, key=counts.__getitem__)
+            counts[rank] += 1
+            matches.setdefault(index, []).append((rank, endpoint))
     return matches
 
 
@@ -158,12 +167,12 @@ class Publisher:
             if not self._rank_devices:
                 calls = self._link.start_on_ranks("device", [()] * plan.learners)
                 self._rank_devices = await self._link.results_of(calls)
-            endpoints, died = await self._ask(list(others), "open_endpoint")
+            endpoints, died = await self._ask(list(others), "open_endpoints")
             matches = match_engines(self._rank_devices, endpoints)
             others = {i: process for i, process in others.items() if i not in (*matches, *died)}
             lost += died
             if matches:
-                lost += await self._send_on_device({i: (rank, endpoints[i]) for i, rank in matches.items()}, version)
+                lost += await self._send_on_device(matches, version)
                 ways["on the device that each shares with a learner"] = list(matches)
         if others:
             lost += await self._broadcast(others, version)
@@ -187,13 +196,13 @@ class Publisher:
                 raise answer
         return {i: answer for i, answer in answers.items() if i not in lost}, lost
 
-    async def _send_on_device(self, engines: dict[int, tuple[int, Endpoint]], version: int | None) -> list[int]:
+    async def _send_on_device(self, engines: dict[int, Served], version: int | None) -> list[int]:
         """Return the engines that died or were restarted meanwhile. Ranks leave them out by themselves."""
         endpoints: list[list[Endpoint]] = [[] for _ in self._rank_devices]
-        for rank, endpoint in engines.values():
+        for rank, endpoint in chain(*engines.values()):
             endpoints[rank].append(endpoint)
-        sources = {i: partial(DeviceWeights, endpoint) for i, (_, endpoint) in engines.items()}
-        names = {i: endpoint.name for i, (_, endpoint) in engines.items()}
+        sources = {i: partial(DeviceWeights, served[0][1]) for i, served in engines.items()}
+        names = {i: [endpoint.name for _, endpoint in served] for i, served in engines.items()}
         died, restarted, _ = await self._transfer(
             version, "send_weights", [(served,) for served in endpoints], sources, names
         )
@@ -209,7 +218,7 @@ class Publisher:
             sources = {i: partial(BroadcastWeights, m) for i, m in zip(engines, members[senders:], strict=True)}
             group = members[0].group
             died, interrupted, reports = await self._transfer(
-                version, "broadcast_weights", arguments, sources, dict.fromkeys(engines, group), group
+                version, "broadcast_weights", arguments, sources, dict.fromkeys(engines, [group]), group
             )
             if died or interrupted or reports:
                 self._group = None
@@ -241,7 +250,7 @@ class Publisher:
         method: str,
         arguments: list[tuple[Any, ...]],
         sources: Mapping[int, Callable[[int], WeightSource]],
-        names: Mapping[int, str],
+        names: Mapping[int, Sequence[str]],
         group: str = "",
     ) -> tuple[list[int], list[int], dict[str, str]]:
         """Start `method` on ranks and `load` on engines, and wait for both. Return (engines that died, engines that are
@@ -281,7 +290,8 @@ class Publisher:
                     task.result()
             for i, load in loads.items():
                 if not load.done():
-                    why = reports.get(names[i], "it did not finish after another engine had failed")
+                    reasons = (reports[name] for name in names[i] if name in reports)
+                    why = next(reasons, "it did not finish after another engine had failed")
                     raise EngineError(f"engine {i} did not get weights {version}: {why}")
             died = [i for i, load in loads.items() if load.result() is None]
             return died, [i for i, load in loads.items() if load.result() is False], reports
