@@ -176,7 +176,7 @@ async def test_weights_are_sent_by_a_process_on_the_same_device(engine: Any, mod
     bucket has half of one."""
     ids, adapter = prompt(50, vocabulary), VllmAdapter(engine)
     for name in "BCA":
-        version, probe, endpoint = engine.version + 1, probe_model(models[name]), await adapter.open_endpoint()
+        version, probe, (endpoint,) = engine.version + 1, probe_model(models[name]), await adapter.open_endpoints()
         assert endpoint.device == device_id()
         sending = asyncio.create_task(
             asyncio.to_thread(send_weights, whole_state(models[name]), version, [endpoint], 20_000)

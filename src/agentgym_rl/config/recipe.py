@@ -185,11 +185,15 @@ class Config(Section):
             )
         devices = self.engine.tensor_parallel
         if devices > 1 and self.scale is None:
-            raise ValueError(f"engine.tensor_parallel = {devices}: engines are given several devices by [scale]: add it")
+            raise ValueError(
+                f"engine.tensor_parallel = {devices}: engines are given several devices by [scale]: add it"
+            )
         if self.scale is not None and self.scale.layout == "colocated":
             learners, engines = self.scale.learners, self.scale.engines
             if learners != engines * devices:
-                each = f"; with engine.tensor_parallel = {devices}, {devices} learners per engine" if devices > 1 else ""
+                each = (
+                    f"; with engine.tensor_parallel = {devices}, {devices} learners per engine" if devices > 1 else ""
+                )
                 raise ValueError(
                     "scale.layout = 'colocated' pairs each device of an engine with a learner and needs as many of "
                     f"each{each}, got {learners} learners and {engines} engines"

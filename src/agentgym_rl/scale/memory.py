@@ -306,7 +306,9 @@ def on_each_host(d: Demand, per_node: int, host_bytes: int = 0) -> dict[str, Mem
     """
     shape, b = d.shape, d.dtype_bytes
     if not d.distributed:
-        return {"host, loading": Memory({"weights": b * shape.count}), **_host_of_one(d)} if d.gpu else {}
+        kept = {f"{name} of 1 ranks": size for name, size in _on_host(d).items()}
+        running = {"host, running": Memory(kept)} if kept else {}
+        return {"host, loading": Memory({"weights": b * shape.count}), **running} if d.gpu else {}
     ranks, engines = min(d.learners, per_node), min(d.engines, max(1, per_node // d.tensor_parallel))
     one_node = per_node >= (d.learners if d.colocated else d.learners + d.engines * d.tensor_parallel)
     load = {"pages of files": b * shape.count}
@@ -352,11 +354,6 @@ def _on_host(d: Demand) -> dict[str, int]:
     if d.background:
         parts["copies for checkpoints"] = d.optimizer_bytes + d.dtype_bytes * d.shape.count // d.learners
     return parts
-
-
-def _host_of_one(d: Demand) -> dict[str, Memory]:
-    kept = {f"{name} of 1 ranks": size for name, size in _on_host(d).items()}
-    return {"host, running": Memory(kept)} if kept else {}
 
 
 def table(devices: dict[str, Memory], available: int | None) -> tuple[list[str], bool]:

@@ -12,12 +12,11 @@ import asyncio
 import os
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, cycle
 from typing import Any, Literal, Protocol
 
 from agentgym_rl.errors import ConfigError, EngineError
@@ -91,14 +90,12 @@ Served = list[tuple[int, Endpoint]]
 def match_engines(rank_devices: Sequence[str], endpoints: Mapping[int, Sequence[Endpoint]]) -> dict[int, Served]:
     """Return {engine: its endpoints with the rank on the device of each}, of engines that have a rank on all devices.
     Ranks that share a device serve its engines in turn."""
-    matches, counts = dict[int, Served](), Counter[int]()
-    for index, own in sorted(endpoints.items()):
-        candidates = [[rank for rank, device in enumerate(rank_devices) if device == e.device] for e in own]
-        for ranks, endpoint in zip(candidates, own, strict=True) if all(candidates) else ():
-            rank = min(ranks, key=counts.__getitem__)
-            counts[rank] += 1
-            matches.setdefault(index, []).append((rank, endpoint))
-    return matches
+    ranks = {device: cycle(r for r, own in enumerate(rank_devices) if own == device) for device in rank_devices}
+    return {
+        index: [(next(ranks[endpoint.device]), endpoint) for endpoint in own]
+        for index, own in sorted(endpoints.items())
+        if all(endpoint.device in ranks for endpoint in own)
+    }
 
 
 class Publisher:
@@ -203,9 +200,7 @@ class Publisher:
             endpoints[rank].append(endpoint)
         sources = {i: partial(DeviceWeights, served[0][1]) for i, served in engines.items()}
         names = {i: [endpoint.name for _, endpoint in served] for i, served in engines.items()}
-        died, restarted, _ = await self._transfer(
-            version, "send_weights", [(served,) for served in endpoints], sources, names
-        )
+        died, restarted, _ = await self._transfer(version, endpoints, sources, names)
         return died + restarted
 
     async def _broadcast(self, engines: dict[int, str], version: int | None) -> list[int]:
@@ -214,12 +209,11 @@ class Publisher:
         lost, interruptions, senders = list[int](), 0, self._link.plan.senders
         while engines:
             members = self._members_of(engines)
-            arguments = [(member,) for member in members[:senders]] + [(None,)] * (self._link.plan.learners - senders)
+            targets = [*members[:senders], *[None] * (self._link.plan.learners - senders)]
             sources = {i: partial(BroadcastWeights, m) for i, m in zip(engines, members[senders:], strict=True)}
             group = members[0].group
-            died, interrupted, reports = await self._transfer(
-                version, "broadcast_weights", arguments, sources, dict.fromkeys(engines, [group]), group
-            )
+            names = {i: [group] for i in engines}
+            died, interrupted, reports = await self._transfer(version, targets, sources, names, group)
             if died or interrupted or reports:
                 self._group = None
             if interrupted and not died:
@@ -247,15 +241,14 @@ class Publisher:
     async def _transfer(
         self,
         version: int | None,
-        method: str,
-        arguments: list[tuple[Any, ...]],
+        targets: Sequence[list[Endpoint] | Member | None],
         sources: Mapping[int, Callable[[int], WeightSource]],
         names: Mapping[int, Sequence[str]],
         group: str = "",
     ) -> tuple[list[int], list[int], dict[str, str]]:
-        """Start `method` on ranks and `load` on engines, and wait for both. Return (engines that died, engines that are
-        alive and do not have the weights, why by name). `names`: those by which ranks report an engine's failure.
-        `group`: group to abort if an engine fails, because the others would wait for it."""
+        """Start `send_weights` on ranks, to the target of each, and `load` on engines, and wait for both. Return
+        (engines that died, engines that are alive and do not have the weights, why by name). `names`: those by which
+        ranks report a failure. `group`: group to abort if an engine fails, because the others would wait for it."""
         link, learners = self._link, self._link.plan.learners
         with link.submitting:  # calls of the learner's thread come before all of these or after
             if version is None:
@@ -264,7 +257,7 @@ class Publisher:
                 link.learned = False
             probes = link.start_on_ranks("call", [("probe",)] * learners)
             common = (version, link.plan.bucket_mb << 20)
-            sends = link.start_on_ranks(method, [(*common, *values) for values in arguments])
+            sends = link.start_on_ranks("send_weights", [(*common, target) for target in targets])
             calls = {
                 i: link.start_on_engine(i, "load", make(version), version, probes[0]) for i, make in sources.items()
             }

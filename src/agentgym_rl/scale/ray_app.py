@@ -84,18 +84,12 @@ class LearnerRank:
     def device(self) -> str:
         return device.device_id()
 
-    def visible_devices(self) -> str:
-        return os.environ.get(VISIBLE_DEVICES, "")
-
-    def send_weights(self, version: int, bucket_bytes: int, endpoints: list[Endpoint]) -> dict[str, str]:
-        """Send the whole state to engines on this device. Returns {endpoint's name: why} of those that failed."""
-        return device.send_weights(self._work.whole_state(), version, endpoints, bucket_bytes)
-
-    def broadcast_weights(self, version: int, bucket_bytes: int, member: Member | None) -> dict[str, str]:
-        """Send the whole state to engines of a group, if this rank is a member. Returns {group: why} if it failed."""
-        if member is None:
-            return {}
-        return broadcast.send_weights(self._work.whole_state(), member, version, bucket_bytes)
+    def send_weights(self, version: int, bucket_bytes: int, to: list[Endpoint] | Member | None) -> dict[str, str]:
+        """Send the whole state to engines on this device, or as a member of a group. Returns {endpoint or group: why}
+        of those that failed."""
+        if isinstance(to, Member):
+            return broadcast.send_weights(self._work.whole_state(), to, version, bucket_bytes)
+        return {} if to is None else device.send_weights(self._work.whole_state(), version, to, bucket_bytes)
 
     def close(self) -> None:
         leave()
@@ -207,9 +201,6 @@ class EngineReplica:
     async def close(self) -> None:
         await self._adapter.engine.close()
 
-    async def pid(self) -> int:
-        return os.getpid()
-
 
 class RemoteEngine:
     """Several engines as one: a group's trajectories use one engine unless it has many (agent/engines/routing.py).
@@ -250,9 +241,6 @@ class RemoteEngine:
         index = self._router.remove(session)
         if index is not None and index not in self._down:
             self._replicas[index].release.remote(session)  # not awaited
-
-    async def update_weights(self, source: Any, version: int) -> None:
-        raise EngineError("engines of an environment host get their weights from the learners: do not update them here")
 
     async def _replica_lost(self, index: int, error: RayActorError, deaths: int) -> None:
         if index not in self._down:
@@ -367,10 +355,10 @@ class RayApp:
         options = {"name": state, **common, "num_cpus": 0, "scheduling_strategy": here}
         self.state: Any = ray.remote(SharedState).options(**options).remote()
         visible = [""] * plan.engines
-        if plan.layout == "colocated" and plan.devices_per_engine > 1:
-            devices = await self.results_of(self.start_on_ranks("visible_devices", [()] * plan.learners))
-            per_engine = plan.devices_per_engine
-            visible = [",".join(devices[i * per_engine : (i + 1) * per_engine]) for i in range(plan.engines)]
+        if plan.device == "cuda" and plan.layout == "colocated" and plan.devices_per_engine > 1:
+            calls = [rank.__ray_call__.remote(lambda _: os.environ[VISIBLE_DEVICES]) for rank in self.learners]
+            devices, size = await self.results_of(calls), plan.devices_per_engine
+            visible = [",".join(devices[i : i + size]) for i in range(0, plan.learners, size)]
         self.engines = [
             ray.remote(EngineReplica)
             .options(name=name, **common, **placements["engine"][i], **restart, max_concurrency=10_000)
@@ -384,11 +372,12 @@ class RayApp:
             for i in range(plan.env_hosts)
         ]
         try:
-            await asyncio.gather(*(first_call(f"environment host {i}", h.__ray_ready__) for i, h in enumerate(self.hosts)))
+            ready = (first_call(f"environment host {i}", host.__ray_ready__) for i, host in enumerate(self.hosts))
+            await asyncio.gather(*ready)
             starts = (first_call(f"engine {i}", engine.begin) for i, engine in enumerate(self.engines))
             self.max_context = min(await asyncio.gather(*starts))
         except RayActorError:
-            await self.call_state("pid")
+            await self.call_state("__ray_ready__")
             raise
         self._nodes.changes(ray.nodes())
 
@@ -431,11 +420,12 @@ class RayApp:
                     "ask for fewer, or add nodes"
                 )
             for role, needs in roles.items():
+                per_bundle = len(needs) // len(requested)
                 options[role] = [
                     {
                         "num_cpus": need.get("CPU", 0.0),
                         "num_gpus": need.get("GPU", 0.0),
-                        "scheduling_strategy": PlacementGroupSchedulingStrategy(group, i * len(requested) // len(needs)),
+                        "scheduling_strategy": PlacementGroupSchedulingStrategy(group, i // per_bundle),
                     }
                     for i, need in enumerate(needs)
                 ]
@@ -506,13 +496,13 @@ class RayApp:
         try:
             return await call
         except RayActorError as error:
-            await self.call_state("pid")
+            await self.call_state("__ray_ready__")
             raise EngineLost(str(error)) from error
         except RayTaskError as error:
             raise EngineError(f"engine {index}: {error.cause}") from error
 
     async def wait_for_engine(self, index: int) -> None:
-        await wait_until_answered(self.engines[index].pid)
+        await wait_until_answered(self.engines[index].__ray_ready__)
 
     async def wait_for_loss(self, index: int) -> None:
         with contextlib.suppress(RayActorError):
@@ -535,7 +525,7 @@ class RayApp:
                     # This copies each part to the driver's node, so that the loss of the host's node loses no group.
                     return await unless_one_fails(asyncio.gather(*refs), self.weights.tasks), refs
                 except (RayActorError, ObjectLostError) as error:
-                    await self.call_state("pid")
+                    await self.call_state("__ray_ready__")
                     self._host_lost(index)
                     deaths += 1
                     if deaths >= MAX_DEATHS:

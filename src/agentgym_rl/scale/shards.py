@@ -140,7 +140,9 @@ def load_shards(folder: Path, like: Callable[[str, torch.Size], Tensor | None]) 
         for name in saved["names"]:
             meta = metadata[name]
             assert isinstance(meta, TensorStorageMetadata)
-            tensors[name] = _empty(name, meta, like)
+            model, dtype = like(name, meta.size), meta.properties.dtype
+            empty = torch.empty(meta.size, dtype=dtype) if model is None else torch.empty_like(model, dtype=dtype)
+            tensors[name] = empty.detach()
         dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
     return _join(saved["rest"], tensors)
 
@@ -172,27 +174,18 @@ def like_learner(learner: Any) -> Callable[[str, torch.Size], Tensor | None]:
         parameters["head"] = dict(learner.model.head.named_parameters())
 
     def like(name: str, shape: torch.Size) -> Tensor | None:
-        keys = name.split(SEPARATOR)
-        for place, trained in optimizers.items():
-            depth = len(place.split("."))
-            if keys[:depth] == place.split("."):
-                indices = [int(key) for key in keys[depth:] if key.isdigit()]
+        for place, trained in (optimizers | parameters).items():
+            prefix = SEPARATOR.join((*place.split("."), ""))
+            if name.startswith(prefix):
+                key = name.removeprefix(prefix)
+                if isinstance(trained, dict):
+                    return trained.get(key)
+                indices = [int(part) for part in key.split(SEPARATOR) if part.isdigit()]
                 candidates = [trained[i] for i in indices if i < len(trained)]
                 return candidates[0] if candidates and candidates[0].shape == shape else None
-        for place, named in parameters.items():
-            depth = len(place.split("."))
-            if keys[:depth] == place.split("."):
-                return named.get(SEPARATOR.join(keys[depth:]))
         return None
 
     return like
-
-
-def _empty(name: str, meta: TensorStorageMetadata, like: Callable[[str, torch.Size], Tensor | None]) -> Tensor:
-    model = like(name, meta.size)
-    if model is None:
-        return torch.empty(meta.size, dtype=meta.properties.dtype)
-    return torch.empty_like(model, dtype=meta.properties.dtype).detach()
 
 
 def _split(state: Any) -> tuple[Any, dict[str, Tensor]]:

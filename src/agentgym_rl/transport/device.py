@@ -361,8 +361,8 @@ class WeightSender:
 def send_weights(
     named: Iterable[tuple[str, torch.Tensor]], version: int, endpoints: Sequence[Endpoint], bucket_bytes: int
 ) -> dict[str, str]:
-    """Send all tensors in buckets. Every tensor is gathered even if no engine is left. Returns {endpoint's name: why} of
-    the engines that did not get them."""
+    """Send all tensors in buckets. Every tensor is gathered even if no engine is left. Returns {endpoint's name: why}
+    of the engines that did not get them."""
     sender = WeightSender(endpoints, version)
     try:
         send_in_buckets(named, bucket_bytes, sender)
