@@ -90,7 +90,7 @@ Served = list[tuple[int, Endpoint]]
 def match_engines(rank_devices: Sequence[str], endpoints: Mapping[int, Sequence[Endpoint]]) -> dict[int, Served]:
     """Return {engine: its endpoints with the rank on the device of each}, of engines that have a rank on all devices.
     Ranks that share a device serve its engines in turn."""
-    ranks = {device: cycle(r for r, own in enumerate(rank_devices) if own == device) for device in rank_devices}
+    ranks = {device: cycle([r for r, own in enumerate(rank_devices) if own == device]) for device in rank_devices}
     return {
         index: [(next(ranks[endpoint.device]), endpoint) for endpoint in own]
         for index, own in sorted(endpoints.items())
