@@ -238,7 +238,7 @@ class RunLog:
             for name, own in segments.items()
         )
         path = self.trajectories_dir / f"learned_{step:06d}.jsonl"
-        self._writer.replace(path, b"".join(lines), droppable=True)
+        self._writer.replace(path, *lines, droppable=True)
 
     def trajectories_path(self, step: int, kind: Kind = "train") -> Path:
         return self.trajectories_dir / f"{_FILE_PREFIX[kind]}_{step:06d}.jsonl"

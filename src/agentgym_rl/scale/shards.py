@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils._pytree import KeyPath, MappingKey, tree_leaves_with_path, tree_map, tree_map_with_path
+from torch.utils._pytree import MappingKey, tree_leaves_with_path, tree_map, tree_map_with_path
 
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.training.checkpoint import SHARDS
@@ -160,21 +160,21 @@ def shard_state(state: Mapping[str, Any], like: Callable[[str, torch.Size], Tens
 def like_learner(learner: Any) -> Callable[[str, torch.Size], Tensor | None]:
     """Return a `like` for a learner's state. An optimizer's tensors are sharded as the parameter with that index, if it
     has their shape; parameters are sharded as they are."""
-    optimizers: dict[str, list[Tensor]] = {}  # by place in the state, such as critic.optimizer
-    parameters = {"masters": dict(learner.model.named_parameters())}  # of an earlier version
+    places: dict[str, list[Tensor] | dict[str, Tensor]] = {}  # in the state, such as critic.optimizer
     critic = getattr(learner, "critic", None)
     for place, updater in {"optimizer": learner, "critic.optimizer": critic}.items():
         if updater is not None:
             lists = getattr(updater._optimizer, "tensors_of_state", {})
-            optimizers |= {f"{place}.{key}": tensors for key, tensors in lists.items()}
-            optimizers[place] = updater._parameters
+            places |= {f"{place}.{key}": tensors for key, tensors in lists.items()}
+            places[place] = updater._parameters
+    places["masters"] = dict(learner.model.named_parameters())  # of an earlier version
     if critic is not None:
-        parameters["critic.parameters"] = dict(critic.model.named_parameters())
+        places["critic.parameters"] = dict(critic.model.named_parameters())
     if isinstance(learner, RewardTrainer):
-        parameters["head"] = dict(learner.model.head.named_parameters())
+        places["head"] = dict(learner.model.head.named_parameters())
 
     def like(name: str, shape: torch.Size) -> Tensor | None:
-        for place, trained in (optimizers | parameters).items():
+        for place, trained in places.items():
             prefix = SEPARATOR.join((*place.split("."), ""))
             if name.startswith(prefix):
                 key = name.removeprefix(prefix)
@@ -202,7 +202,7 @@ def _join(rest: Any, tensors: Mapping[str, Tensor]) -> Any:
     )
 
 
-def _name(path: KeyPath) -> str:
+def _name(path: tuple[Any, ...]) -> str:
     return SEPARATOR.join(str(key.key if isinstance(key, MappingKey) else key.idx) for key in path)
 
 
