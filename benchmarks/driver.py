@@ -114,7 +114,8 @@ def driver(options: argparse.Namespace, folder: Path, parts: list[tuple[bytes, A
 
     timed("write trajectories", write)
     timed("metrics", lambda: episode_metrics(groups, horizons))
-    batch = timed("gather, estimate", lambda: estimate(gather(groups, settings, limits), settings))
+    with rare_collections():
+        batch = timed("gather, estimate", lambda: estimate(gather(groups, settings, limits), settings))
     shares, indices = timed("split over ranks", lambda: split_batch(batch, options.ranks, settings.minibatches, 0))
     timed("pickle shares", lambda: [pickle.dumps(share, 5) for share in shares])
     rows = results_of_ranks(shares, indices)

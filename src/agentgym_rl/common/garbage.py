@@ -1,4 +1,4 @@
-"""Settings of Python's garbage collector while episodes are played."""
+"""Settings of Python's garbage collector while episodes are played and gathered."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ which takes a tenth of a rollout's host time at the default."""
 def rare_collections() -> Iterator[None]:
     """Collect garbage rarely in the body. Does nothing if the collector is off or was set to be even rarer.
 
-    Bodies may not overlap: each restores the setting that it found.
+    If bodies overlap, as of threads, the first one restores the setting that it found; the others change nothing.
     """
     before = gc.get_threshold()
     if not gc.isenabled() or before[0] == 0 or before[0] >= ALLOCATIONS_BETWEEN:

@@ -190,11 +190,13 @@ def _learn(
 ) -> tuple[dict[str, float | str], list[Sample]]:
     """Learn from a step's groups. Return (metrics, trained samples)."""
     settings = settings_at(settings, state.step)
-    batch = played = gather(widest_groups(groups, settings.keep_groups), settings, limits)
+    with rare_collections():
+        batch = played = gather(widest_groups(groups, settings.keep_groups), settings, limits)
     needs_models = settings.distill is not None or settings.correction is not None
     if settings.algorithm == "ppo" or settings.kl_in == "reward" or needs_models:
         learner.score(batch.samples)
-    batch = estimate(batch, settings, learner.kl_coef)
+    with rare_collections():
+        batch = estimate(batch, settings, learner.kl_coef)
     metrics: dict[str, float | str] = {
         "groups/zero_variance": batch.zero_variance_groups / max(1, batch.groups),
         "samples": float(len(batch.samples)),
