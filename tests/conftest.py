@@ -14,19 +14,23 @@ from typing import Any
 import pytest
 
 LONGEST_FIRST = (
-    "test_algorithms.py",
+    "test_webarena.py",
+    "test_viewer_pages.py",
+    "test_cli.py",
+    "test_ranks.py",
     "test_stopping.py",
     "test_offline.py",
-    "test_webarena.py",
-    "test_recipes.py",
-    "test_ray.py",
-    "test_ray_app.py",
-    "test_resume.py",
-    "test_sciworld_gold.py",
-    "test_viewer_pages.py",
     "test_sciworld.py",
+    "test_viewer_layout.py",
+    "test_collapses.py",
+    "test_resume.py",
+    "test_recipes.py",
+    "test_sciworld_gold.py",
+    "test_kernels.py",
+    "test_docs.py",
+    "test_ray_app.py",
 )
-"""Files that take half a minute or more. `make test` gives whole files to its workers in the order of collection, and a
+"""Files that take ten seconds or more. `make test` gives whole files to its workers in the order of collection, and a
 long file at the end would leave the other workers idle."""
 
 
