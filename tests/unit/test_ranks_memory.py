@@ -85,7 +85,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder / name for name in ("untied", "tied")}
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_every_way_to_hold_a_model_learns_what_one_process_learns(
     size: int, models: dict[str, Path], tmp_path: Path
 ) -> None:
