@@ -109,6 +109,9 @@ def _train(config: Config, *, resume: bool) -> None:
     warning = too_large(config)
     if warning is not None:
         Console().warn(warning)
+    if not config.run_dir and folder.name != config.name and not resume:
+        earlier = folder.parent / config.name
+        Console().note(f"{earlier} exists: this run is in {folder}; --resume continues an earlier one")
     try:
         asyncio.run(run(config, folder, resume=resume))
     except Stopped:  # requested, and shown on the console
