@@ -21,6 +21,8 @@ from agentgym_rl.run.collectors import demonstrators, engine_policies
 from agentgym_rl.run.load_model import load_from, load_frozen
 from agentgym_rl.types import LEARNER, EnvSession, Group, Sampling, StopReason, Trajectory
 
+ADAPTERS = "adapters"
+"""Policy of a role with adapters of its own, which are trained: its player is the learner."""
 START_RATING = 1000.0
 """Rating of the learner at the start of a run, and of every player that is no snapshot."""
 RATING_STEP = 4.0
@@ -143,8 +145,13 @@ class Team:
         self._frozen: dict[str, Frozen] = {}
         self._clients: dict[str, ChatClient] = {}
 
-    def cast(self, learner: PolicyFactory, temperature: float, *, evaluating: bool) -> Cast:
-        """Return who plays which role in each group. `learner` makes the policies of the weights that are trained."""
+    def cast(
+        self, learner: PolicyFactory, temperature: float, own: Mapping[str, PolicyFactory], *, evaluating: bool
+    ) -> Cast:
+        """Return who plays which role in each group.
+
+        `learner` makes the policies of the weights that roles share, and `own` those of each role's own adapters.
+        """
         roles = self._team.roles
 
         def choose(seed: int, index: int) -> Mapping[str, Player]:
@@ -154,7 +161,8 @@ class Team:
             for number, (role, settings) in enumerate(roles.items()):
                 source = sources[(number + shift) % len(sources)]
                 policy = (evaluating and source.eval_policy) or source.policy
-                name, make = self._player(policy, learner, temperature, stable_seed(seed, index, number, "league"))
+                trained = own[role] if policy == ADAPTERS else learner
+                name, make = self._player(policy, trained, temperature, stable_seed(seed, index, number, "league"))
                 players[role] = Player(name, make, settings.max_turns)
             first = self._team.measure
             return {first: players[first], **players} if evaluating and first is not None else players
@@ -163,7 +171,7 @@ class Team:
 
     def _player(self, policy: str, learner: PolicyFactory, temperature: float, seed: int) -> tuple[str, PolicyFactory]:
         kind, _, rest = policy.partition(":")
-        if policy == LEARNER:
+        if policy in (LEARNER, ADAPTERS):
             return LEARNER, learner
         if kind in ("oracle", "random"):
             return policy, demonstrators(policy)
