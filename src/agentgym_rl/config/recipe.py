@@ -268,7 +268,9 @@ class Config(Section):
             (self.rl.distill is not None, "[rl.distill]"),
         ):
             if is_set:
-                raise ValueError(f"team.roles.{roles[0]}.policy = 'adapters' cannot be combined with it, remove {setting}")
+                raise ValueError(
+                    f"team.roles.{roles[0]}.policy = 'adapters' cannot be combined with it, remove {setting}"
+                )
         if unsafe := [role for role in roles if not re.fullmatch(r"\w[\w-]*", role)]:
             raise ValueError(f"team.roles.{unsafe[0]}: a folder of adapters needs a name of letters, digits, '_', '-'")
 

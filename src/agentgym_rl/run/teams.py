@@ -19,6 +19,7 @@ from agentgym_rl.config import Config, TeamConfig
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.run.collectors import demonstrators, engine_policies
 from agentgym_rl.run.load_model import load_from, load_frozen
+from agentgym_rl.training.locate_model import folder_of
 from agentgym_rl.types import LEARNER, EnvSession, Group, Sampling, StopReason, Trajectory
 
 ADAPTERS = "adapters"
@@ -162,14 +163,17 @@ class Team:
                 source = sources[(number + shift) % len(sources)]
                 policy = (evaluating and source.eval_policy) or source.policy
                 trained = own[role] if policy == ADAPTERS else learner
-                name, make = self._player(policy, trained, temperature, stable_seed(seed, index, number, "league"))
+                drawn = stable_seed(seed, index, number, "league")
+                name, make = self._player(policy, role, trained, temperature, drawn)
                 players[role] = Player(name, make, settings.max_turns)
             first = self._team.measure
             return {first: players[first], **players} if evaluating and first is not None else players
 
         return choose
 
-    def _player(self, policy: str, learner: PolicyFactory, temperature: float, seed: int) -> tuple[str, PolicyFactory]:
+    def _player(
+        self, policy: str, role: str, learner: PolicyFactory, temperature: float, seed: int
+    ) -> tuple[str, PolicyFactory]:
         kind, _, rest = policy.partition(":")
         if policy in (LEARNER, ADAPTERS):
             return LEARNER, learner
@@ -180,18 +184,19 @@ class Team:
         if kind == "openai":
             return policy, self._chat(rest, temperature)
         name = snapshot_name(self.league.choose(int(rest), seed)) if kind == "past" else policy
-        return name, self._load(name).policies(temperature)
+        return name, self._load(name if kind == "past" else role_folder(rest, role)).policies(temperature)
 
     def _load(self, name: str) -> Frozen:
+        """Return the engine of a snapshot, or of a model folder or hub name."""
         if name not in self._frozen:
             from agentgym_rl.training.learner import freeze
 
-            kind, _, rest = name.partition("@" if name.startswith("past@") else ":")
+            kind, _, step = name.partition("@")
             settings = self._config.model
-            if kind == "past":
-                model, tokenizer = load_from(self.league.folder(int(rest)), settings)
+            if kind == "past" and step.isdigit():
+                model, tokenizer = load_from(self.league.folder(int(step)), settings)
             else:
-                model, tokenizer = load_frozen(rest, "team.roles: checkpoint", settings)
+                model, tokenizer = load_frozen(name, "team.roles: checkpoint", settings)
             self._frozen[name] = Frozen(freeze(model), tokenizer, self._config)
         return self._frozen[name]
 
@@ -218,6 +223,12 @@ class Team:
             await player.close()
         for client in self._clients.values():
             await client.close()
+
+
+def role_folder(path: str, role: str) -> str:
+    """Return the folder that `checkpoint:PATH` names for a role: that of its own adapters, if the model has some."""
+    own = folder_of(path, "team.roles: checkpoint") / role
+    return str(own) if (own / "adapter_config.json").is_file() else path
 
 
 def scripted_policy(path: str) -> PolicyFactory:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import logging
 import math
 import warnings
 from collections.abc import Iterable, Iterator
@@ -183,7 +184,16 @@ def adapter(model: Any, name: str | None) -> Iterator[Any]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence peft's warning about several adapters in one model, which are intended here."""
+    """Silence warnings about several adapters in one model, which are intended here.
+
+    Transformers reports the matrices of the other adapters as missing from a file. `load_adapter` checks them itself.
+    """
+    logger = logging.getLogger("transformers.integrations.peft")
+    level = logger.level
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
-        yield
+        logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            logger.setLevel(level)

@@ -1,4 +1,4 @@
-"""Learners of a team whose roles have adapters of their own. Each role is compared and trained apart from the others."""
+"""Learners of a team whose roles have adapters of their own: each role is compared and trained on its own."""
 
 from __future__ import annotations
 
@@ -58,5 +58,7 @@ def joined_metrics(parts: Sequence[tuple[str, int, Metrics]]) -> dict[str, float
         else:
             joined[name] = values[0][0]
     for role, _, metrics in parts:
-        joined |= {f"roles/{role}_{short}": metrics[name] for name, short in REPORTED.items() if role and name in metrics}
+        joined |= {
+            f"roles/{role}_{short}": metrics[name] for name, short in REPORTED.items() if role and name in metrics
+        }
     return joined
