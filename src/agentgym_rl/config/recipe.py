@@ -245,7 +245,6 @@ class Config(Section):
         if self.team is None:
             return
         for is_set, setting in (
-            (self.scale is not None, "[scale]: games of several roles are played in one process"),
             (self.agent.kind == "external", "agent.kind = 'external'"),
             (self.agent.style in ("tool", "reflect"), f"agent.style = {self.agent.style!r}"),
             (self.rl.tree is not None, "[rl.tree]"),
@@ -263,6 +262,7 @@ class Config(Section):
         if self.model.lora is None:
             raise ValueError(f"team.roles.{roles[0]}.policy = 'adapters' needs [model.lora], got none: add it")
         for is_set, setting in (
+            (self.scale is not None, "[scale]: adapters of roles are trained in one process"),
             (self.engine.kind != "native", f"engine.kind = {self.engine.kind!r}"),
             (self.rl.overlap, "rl.overlap"),
             (self.rl.distill is not None, "[rl.distill]"),

@@ -211,7 +211,7 @@ class LocalBackend:
         if self.team is not None:
             measured = group_size is not None
             own = {role: make_policies(local.engine) for role, local in self._role_engines.items()}
-            team = {"cast": self.team.cast(policies, temperature, own, evaluating=measured), "measured": measured}
+            team = self.team.collector_options(policies, temperature, own, measured=measured)
         return collect_each(
             config.agent,
             config.environments,

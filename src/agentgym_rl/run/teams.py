@@ -61,10 +61,14 @@ class League:
     def __init__(self, root: Path, size: int, every: int, export: Callable[[Path], None]) -> None:
         self._root, self._size, self._every, self._export = root, size, every, export
         self.ratings = {LEARNER: START_RATING}
+        self.known: Sequence[int] | None = None
+        """Steps of the snapshots, if another process takes them; None if they are listed from the folder."""
 
     @property
     def steps(self) -> list[int]:
         """Steps after which the snapshots were taken, ascending."""
+        if self.known is not None:
+            return list(self.known)
         return sorted(int(path.name.rpartition("_")[2]) for path in self._root.glob("step_*"))
 
     def folder(self, step: int) -> Path:
@@ -146,6 +150,17 @@ class Team:
         self._frozen: dict[str, Frozen] = {}
         self._clients: dict[str, ChatClient] = {}
 
+    def collector_options(
+        self,
+        learner: PolicyFactory,
+        temperature: float,
+        own: Mapping[str, PolicyFactory] | None = None,
+        *,
+        measured: bool,
+    ) -> dict[str, Any]:
+        """Return the options of a collector that plays with this team."""
+        return {"cast": self.cast(learner, temperature, own or {}, evaluating=measured), "measured": measured}
+
     def cast(
         self, learner: PolicyFactory, temperature: float, own: Mapping[str, PolicyFactory], *, evaluating: bool
     ) -> Cast:
@@ -214,7 +229,20 @@ class Team:
     async def advance(self, step: int) -> None:
         """Take a snapshot if one is due after `step`. Free the engines of those that are not drawn from any more."""
         self.league.add(step)
-        needed = {snapshot_name(step) for step in self.league.steps[-max(1, self._team.league_size) :]}
+        await self._free_unused()
+
+    async def follow(self, snapshots: Sequence[int]) -> None:
+        """Draw from the snapshots of these steps, which another process has taken."""
+        self.league.known = snapshots
+        await self._free_unused()
+
+    @property
+    def snapshots(self) -> tuple[int, ...]:
+        """Steps of the snapshots that players are drawn from."""
+        return tuple(self.league.steps[-max(1, self._team.league_size) :])
+
+    async def _free_unused(self) -> None:
+        needed = {snapshot_name(step) for step in self.snapshots}
         for name in [n for n in self._frozen if n.startswith("past@") and n not in needed]:
             await self._frozen.pop(name).close()
 
@@ -238,6 +266,38 @@ def scripted_policy(path: str) -> PolicyFactory:
         raise ConfigError(f"team.roles: scripted:{path} must be callable with (session, seed), got {make!r:.60}")
     factory: PolicyFactory = make
     return factory
+
+
+def team_of_host(config: Config, root: Path) -> Team:
+    """Return the players in a process that plays games for another, which takes the snapshots in `root`.
+
+    Such a process has no device, so frozen models play on its CPUs.
+    """
+    import torch
+
+    assert config.scale is not None
+    torch.set_num_threads(config.threads or max(1, int(config.scale.env_host_cpus)))
+    model = config.model.model_copy(update={"device": "cpu"})
+    return Team(config.model_copy(update={"model": model}), root, _taken_elsewhere)
+
+
+def _taken_elsewhere(folder: Path) -> None:
+    raise RuntimeError(f"{folder}: another process takes the snapshots of this run")
+
+
+def absolute_players(team: TeamConfig) -> TeamConfig:
+    """Return the team with full paths of checkpoints, for processes in other folders."""
+
+    def absolute(policy: str | None) -> str | None:
+        kind, _, path = (policy or "").partition(":")
+        folder = Path(path).expanduser()
+        return f"checkpoint:{folder.absolute()}" if kind == "checkpoint" and folder.is_dir() else policy
+
+    roles = {
+        name: role.model_copy(update={key: absolute(getattr(role, key)) for key in ("policy", "eval_policy")})
+        for name, role in team.roles.items()
+    }
+    return team.model_copy(update={"roles": roles})
 
 
 def demonstrating_cast(team: TeamConfig | None, policy: str) -> Cast | None:
