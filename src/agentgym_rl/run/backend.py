@@ -249,7 +249,7 @@ class LocalBackend:
     def save(self, root: Path, step: int, state: dict[str, Any], keep: int) -> None:
         with_optimizer = self.learner is not None and self._config.checkpoint.optimizer
         learner = self.learner.state() if with_optimizer else None
-        add_files = None
+        add_files: Callable[[Path], None] | None = None
         if isinstance(self.learner, RewardTrainer):
             add_files = partial(save_head, self.learner.head(), about_renderer(self._config))
         elif self._role_models:
