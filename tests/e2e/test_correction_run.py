@@ -39,6 +39,7 @@ def test_a_killed_run_of_self_correction_equals_an_uninterrupted_one(tmp_path: P
     correction = [
         *("agent.style=reflect", "agent.attempts=2", "agent.retry=always", "agent.turns_per_attempt=2"),
         *("horizon={kind='fixed', turns=[5]}", "eval.max_turns=5", "rl.correction={first_stage_steps=3}"),
+        *("agent.max_new_tokens=16", "warm_start.max_turns=5"),  # replies reach the second attempt
     ]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     finish(whole, *correction)
@@ -48,4 +49,4 @@ def test_a_killed_run_of_self_correction_equals_an_uninterrupted_one(tmp_path: P
     assert comparable_trajectories(killed) == comparable_trajectories(whole)
     weights = final_weights(killed)
     assert all(torch.equal(weights[name], value) for name, value in final_weights(whole).items())
-    assert all("attempts/success_2" in row for row in comparable_metrics(whole))
+    assert any("attempts/success_2" in row for row in comparable_metrics(whole)), "there were second attempts"
