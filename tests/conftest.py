@@ -43,10 +43,8 @@ def tiny_qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("qwen")
     torch.manual_seed(0)
     shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model, tokenizer = (
-        Qwen2ForCausalLM(Qwen2Config(vocab_size=420, num_key_value_heads=1, **shape)),
-        byte_level_bpe("qwen"),
-    )
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=420, num_key_value_heads=1, **shape))
+    tokenizer = byte_level_bpe("qwen")
     model.get_input_embeddings().weight.data[:, 0] = 1.0  # all hidden states point this way,
     model.lm_head.weight.data[tokenizer.convert_tokens_to_ids("<|im_end|>"), 0] = 1.4  # so a third of tokens are this
     model.save_pretrained(folder)

@@ -25,7 +25,7 @@ QUICKSTART = RECIPES / "quickstart.toml"
 LONGER = [QUICKSTART, RECIPES / "tools" / "keydoor.toml"]
 SMALL = [*LONGER, *sorted(RECIPES.glob("*/tiny*.toml"))]
 PROGRAMS = sorted(RECIPES.rglob("*.py"))
-QUICK = ["textcraft/tiny", "babyai/tiny", "qwen/textcraft", "qwen/babyai-sft", "agentgym/webshop"]
+QUICK = ["textcraft/tiny", "babyai/tiny", "qwen/textcraft", "qwen/babyai-sft"]
 """Recipes that `make test` runs; `make test-long` runs the others."""
 SHORTENED = [
     *("rl.steps=2", "rl.groups_per_step=4", "rl.group_size=3", "eval.episodes=6", "eval.every=0"),
