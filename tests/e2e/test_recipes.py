@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ SHORTENED = [
 TINY_QWEN = {
     "all": [
         *("model.device=cpu", "model.dtype=float32", "threads=1", "agent.concurrency=4", "agent.max_context=16384"),
-        *("agent.max_new_tokens=4", "eval.episodes=1", "eval.max_turns=1", "eval.every=0"),
+        *("agent.max_new_tokens=16", "eval.episodes=1", "eval.max_turns=1", "eval.every=0"),
     ],
     "rl": [
         *("rl.steps=2", "rl.groups_per_step=1", "rl.group_size=2"),
@@ -44,8 +45,13 @@ TINY_QWEN = {
     ],
     "sft": ["data.episodes=6", "sft.epochs=2", "sft.batch_size=6"],
 }
+FEW_DEMONSTRATIONS = ["warm_start.episodes=4", "warm_start.sft.epochs=1"]
 """Overrides for two steps with a model of a few thousand parameters, for every method and for each."""
-SERVERS = {"webshop": WebShopServer, "alfworld": AlfWorldServer, "sqlgym": SqlGymServer}
+SERVERS = {
+    "webshop": WebShopServer,
+    "alfworld": AlfWorldServer,
+    "sqlgym": partial(SqlGymServer, may_abandon=True),  # a reply that is cut ends an episode before its statement
+}
 
 
 def names_qwen(recipe: Path) -> bool:
@@ -112,11 +118,12 @@ def test_a_qwen_recipe_runs_two_steps_with_a_tiny_qwen2_model(
             if environment.url is not None:
                 url = stack.enter_context(running(SERVERS.get(environment.name, ToolServer)()))
                 overrides.append(f"environments.0.url={url}/{environment.name}")
-        process = Process(
-            ["train", str(recipe), *overrides, *TINY_QWEN["all"], *TINY_QWEN[config.method]], tmp_path / "out"
-        )
+        overrides += [*TINY_QWEN["all"], *TINY_QWEN[config.method]]
+        overrides += FEW_DEMONSTRATIONS if config.warm_start is not None else []
+        process = Process(["train", str(recipe), *overrides], tmp_path / "out")
         assert process.wait() == 0, (tmp_path / "out").read_text()
-    assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [(row["step"], row.get("episodes/error", 0)) for row in rows] == [(1, 0), (2, 0)]
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["after"]["episodes"] > 0
 
 
