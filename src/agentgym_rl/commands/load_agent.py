@@ -16,7 +16,7 @@ from agentgym_rl.agent.policy import ChatPolicy, EnginePolicy, OraclePolicy, Pol
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.config import AgentConfig, Config, ModelConfig, load_config
 from agentgym_rl.config.error_texts import reason
-from agentgym_rl.errors import ConfigError
+from agentgym_rl.errors import ConfigError, did_you_mean
 from agentgym_rl.run.collectors import context_of
 from agentgym_rl.run.load_model import choose_device, load_from
 from agentgym_rl.training.locate_model import find_model
@@ -94,7 +94,7 @@ def find_agent(options: AgentOptions) -> Candidate:
     if not is_folder and (spec.startswith((".", "~", "/")) or spec.count("/") != 1 or folder.exists()):
         raise ConfigError(
             f"--agent {spec!r} is neither oracle, random, openai:MODEL, a run (config.toml), a model folder "
-            "(config.json) nor a hub name (owner/model)"
+            f"(config.json) nor a hub name (owner/model){_similar_run(folder)}"
         )
     _model_config(options, spec, options.chat_template)
     try:
@@ -102,11 +102,17 @@ def find_agent(options: AgentOptions) -> Candidate:
     except ConfigError as error:
         raise ConfigError(
             f"--agent {spec!r} is neither a run (config.toml) nor a model that can be found: {error}"
+            f"{_similar_run(folder)}"
         ) from error
     identity = {"kind": "model", "path": spec} | ({"weights": fingerprint(folder)} if is_folder else {})
     candidate = _candidate(options, "model", folder.resolve().name if is_folder else spec, identity, AgentConfig())
     candidate.model, candidate.weights = _model(options, spec, options.chat_template), spec
     return candidate
+
+
+def _similar_run(path: Path) -> str:
+    """Return `; did you mean 'runs/first'?` if a run beside `path` has a similar name, or an empty string."""
+    return did_you_mean(str(path), [str(config.parent) for config in path.parent.glob("*/config.toml")])
 
 
 def run_of(spec: str) -> tuple[Path, int | None] | None:

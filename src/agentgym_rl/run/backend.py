@@ -306,14 +306,19 @@ def _teacher(tokenizer: Any, rl: RLSettings, settings: ModelConfig, ranks: Ranks
 
 
 def make_trainer(
-    model: Any, data: list[Any], settings: SFTSettings | PairSettings, seed: int | str, ranks: Ranks = SINGLE_PROCESS
+    model: Any,
+    data: list[Any],
+    settings: SFTSettings | PairSettings,
+    seed: int | str,
+    ranks: Ranks = SINGLE_PROCESS,
+    scored: ValueModel | None = None,
 ) -> SFT | DPO | RewardTrainer:
-    """Return the trainer of one process, or of one rank of several."""
+    """Return the trainer of one process, or of one rank of several. `scored`: see RewardTrainer."""
     if isinstance(settings, SFTSettings):
         return SFT(model, data, settings, seed, ranks)
     if isinstance(settings, DPOSettings):
         return DPO(model, data, settings, seed, ranks)
-    return RewardTrainer(model, data, settings, seed, ranks)
+    return RewardTrainer(model, data, settings, seed, ranks, scored)
 
 
 def about_renderer(config: Config) -> dict[str, str]:
@@ -335,18 +340,36 @@ def _reference(model: Any, folder: Path, settings: ModelConfig, ranks: Ranks, *,
 def _critic(model: Any, rl: RLSettings, settings: ModelConfig, ranks: Ranks, folder: Path | None) -> ValueModel:
     """Return PPO's critic: a copy of the decoder, or with LoRA one more adapter on the same decoder."""
     if settings.lora is None and ranks.from_meta:
-        device, dtype = choose_device(settings)
-        path = local_folder(find_model(str(folder)))
-        empty = make_empty(path, dtype)
-        critic = ValueModel(empty.get_decoder(), model.config.hidden_size)
-        ranks.prepare_model(critic)
-        prefix = empty.base_model_prefix
-        fill(critic, path, device, host=ranks.offload, name_in_files=partial(_decoder_name, prefix))
-        return critic
+        return load_value_model(str(folder), settings, ranks)[0]
     if settings.lora is None:
         return ValueModel(copy.deepcopy(model.get_decoder()), model.config.hidden_size)
     lora.copy_adapter(model, settings.lora, lora.CRITIC)
     return ValueModel(model.get_decoder(), model.config.hidden_size, lambda: lora.adapter(model, lora.CRITIC))
+
+
+def load_value_model(folder: str, settings: ModelConfig, ranks: Ranks) -> tuple[ValueModel, Any]:
+    """Return a rank's value model with the decoder of a folder, and the language model around that decoder.
+
+    The value model is sharded as a whole; the language model's own head is left on the meta device.
+    """
+    device, dtype = choose_device(settings)
+    path = local_folder(find_model(folder))
+    model = make_empty(path, dtype)
+    scored = ValueModel(model.get_decoder(), model.config.hidden_size)
+    ranks.prepare_model(scored)
+    fill(scored, path, device, host=ranks.offload, name_in_files=partial(_decoder_name, model.base_model_prefix))
+    return scored, model
+
+
+def load_output_head(model: Any, folder: str, settings: ModelConfig, ranks: Ranks) -> None:
+    """Give a language model of `load_value_model` its head: the tied embeddings, or what the folder holds."""
+    head = model.get_output_embeddings()
+    if model.config.tie_word_embeddings:
+        head.weight = model.get_input_embeddings().weight
+        return
+    (prefix,) = (name for name, module in model.named_modules() if module is head)
+    path = local_folder(find_model(folder))
+    fill(head, path, choose_device(settings)[0], host=ranks.offload, name_in_files=lambda name: f"{prefix}.{name}")
 
 
 def _decoder_name(prefix: str, name: str) -> str | None:

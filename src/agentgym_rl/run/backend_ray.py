@@ -25,7 +25,15 @@ from agentgym_rl.agent.templates import resolve_template
 from agentgym_rl.config import AgentConfig, Config, EnvironmentConfig
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.run import backend_vllm
-from agentgym_rl.run.backend import OnTrajectory, Trainer, about_renderer, make_learner, make_trainer
+from agentgym_rl.run.backend import (
+    OnTrajectory,
+    Trainer,
+    about_renderer,
+    load_output_head,
+    load_value_model,
+    make_learner,
+    make_trainer,
+)
 from agentgym_rl.run.collectors import engine_policies, make_collector, make_stages
 from agentgym_rl.run.context import RunContext
 from agentgym_rl.run.environments_pool import EnvironmentsPool
@@ -54,7 +62,7 @@ from agentgym_rl.training.checkpoint import SHARDS, commit, removed_on_error, sa
 from agentgym_rl.training.dpo import Preference, make_preferences
 from agentgym_rl.training.learner import freeze
 from agentgym_rl.training.metrics import DEPENDENCE_GROUPS
-from agentgym_rl.training.offline_settings import PairSettings
+from agentgym_rl.training.offline_settings import PairSettings, RewardModelSettings
 from agentgym_rl.training.ranks import EmptyFirst
 from agentgym_rl.training.reward_model import RewardTrainer, save_head
 from agentgym_rl.training.rl_learner import turn_sums
@@ -106,6 +114,8 @@ class Rank:
         """Reads an object of the cluster's store; set by the actor."""
         self._writer = ShardWriter(background=config.checkpoint.background)
         self._system = SystemMonitor()
+        self._folder = ""
+        """Folder of the model that was loaded last."""
         self._model: Any = None
         self._tokenizer: Any = None
         self._learner: Any = None
@@ -126,6 +136,7 @@ class Rank:
 
     def load(self, folder: str, reference_dir: str | None = None) -> None:
         """Load the model in `folder`, and make an RL learner if there is a reference."""
+        self._folder = folder
         self._learner = self._model = None
         release_memory()
         self._model, self._tokenizer = load_from(folder, self._config.model, self._ranks)
@@ -147,7 +158,14 @@ class Rank:
 
     def make_trainer(self, data: list[Any], settings: SFTSettings | PairSettings, seed: int | str) -> int:
         """Make a trainer on `data`; return its number of updates."""
-        self._learner = make_trainer(self._model, data, settings, seed, self._ranks)
+        scored = None
+        if isinstance(settings, RewardModelSettings) and self._ranks.shard:
+            # The model is sharded as a language model, and cannot be sharded once more with another head.
+            self._model = None
+            release_memory()
+            scored, self._model = load_value_model(self._folder, self._config.model, self._ranks)
+            load_output_head(self._model, self._folder, self._config.model, self._ranks)
+        self._learner = make_trainer(self._model, data, settings, seed, self._ranks, scored)
         return self._learner.total
 
     def step(self) -> dict[str, float]:
