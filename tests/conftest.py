@@ -39,6 +39,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
 
+@pytest.fixture(scope="session")
+def tiny_qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a Qwen2 model with random weights and a byte-level tokenizer. It ends replies early."""
+    import torch
+    from tokenizers_for_tests import byte_level_bpe
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    folder = tmp_path_factory.mktemp("qwen")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=420, num_key_value_heads=1, **shape))
+    tokenizer = byte_level_bpe("qwen")
+    model.get_input_embeddings().weight.data[:, 0] = 1.0  # all hidden states point this way,
+    model.lm_head.weight.data[tokenizer.convert_tokens_to_ids("<|im_end|>"), 0] = 1.4  # so a third of tokens are this
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     """Tell a new worker whether the test files have been compiled before."""

@@ -33,11 +33,20 @@ def test_every_public_name_can_be_imported() -> None:
         _ = ag.nonsense
 
 
-def test_importing_the_package_loads_no_heavy_library() -> None:
-    heavy = ("torch", "transformers", "pydantic", "fastapi")
-    code = f"import sys, agentgym_rl; print([name for name in {heavy} if name in sys.modules])"
+def test_importing_the_package_loads_no_other_module() -> None:
+    """Not even `typing`, which loads two dozen modules: commands and workers import the package before all else."""
+    code = "import sys; before = set(sys.modules); import agentgym_rl; print(set(sys.modules) - before)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout.strip() == "[]"
+    assert done.stdout.strip() == "{'agentgym_rl'}"
+
+
+def test_public_names_are_completed_before_they_are_used() -> None:
+    code = (
+        "import agentgym_rl, rlcompleter; complete = rlcompleter.Completer({'ag': agentgym_rl}).attr_matches;"
+        "print(*complete('ag.tr'), *complete('ag.Tas'), *complete('ag.__ver'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.split() == ["ag.train(", "ag.Task(", "ag.__version__"]
 
 
 def test_a_run_is_trained_evaluated_and_looked_at(tmp_path: Path) -> None:
