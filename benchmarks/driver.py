@@ -109,8 +109,8 @@ def driver(options: argparse.Namespace, folder: Path, parts: list[tuple[bytes, A
         groups = timed("unpickle light groups", unpickle)
 
     def write() -> None:
-        for line in (line for group in groups for line in group.lines()):
-            log.write_line(1, line)
+        for group in groups:
+            log.write_lines(1, group.lines())
 
     timed("write trajectories", write)
     timed("metrics", lambda: episode_metrics(groups, horizons))

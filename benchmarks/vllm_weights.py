@@ -266,7 +266,7 @@ async def updates(
     async def on_the_device() -> None:
         """Update as on a shared device: the rank shares its buckets, vLLM's worker copies them."""
         version = engine.version + 1
-        probe, endpoint = probe_model(model), await adapter.open_endpoint()
+        probe, (endpoint,) = probe_model(model), await adapter.open_endpoints()
         sending = asyncio.create_task(
             asyncio.to_thread(send_weights, whole_state(model), version, [endpoint], BUCKET_BYTES)
         )

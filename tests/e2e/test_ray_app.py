@@ -110,9 +110,9 @@ class SentAdapter(RecordingAdapter):
         super().__init__()
         self._once = once
 
-    async def open_endpoint(self) -> Endpoint:
-        self.notes.append("open_endpoint")
-        return open_endpoint()
+    async def open_endpoints(self) -> list[Endpoint]:
+        self.notes.append("open_endpoints")
+        return [open_endpoint()]
 
     async def load(self, source: Any, version: int, probe: Any = None) -> None:
         self.engine.version = -1
@@ -292,7 +292,7 @@ async def test_an_engine_that_dies_in_a_transfer_is_restarted_and_sent_the_weigh
         await asyncio.to_thread(app.on_all, "learn")
         await app.weights.publish(2)
         sent = [f"0={v} 1={v + 1} 2={v + 2} 3={v + 3} as version {v} with a probe" for v in range(3)]
-        every = [[note for note in taken if note != "open_endpoint"] for taken in await notes(app)]
+        every = [[note for note in taken if note != "open_endpoints"] for taken in await notes(app)]
         assert sorted(every, key=len) == [sent[1:], [sent[0], "sleep", *sent[1:]]]
         assert [event["kind"] for event in await app.events()] == ["engine_lost", "engine_started"]
         deadly.touch()
@@ -310,7 +310,7 @@ async def test_an_engine_lost_while_ranks_learn_gets_the_next_version_when_they_
     app = await started(of, partial(SentAdapter, tmp_path / "once"), make_rank=partial(SendingRank, tmp_path / "no"))
     try:
         await app.weights.publish(0)
-        os.kill(await app.engines[0].pid.remote(), signal.SIGKILL)
+        os.kill(await app.engines[0].__ray_call__.remote(lambda _: os.getpid()), signal.SIGKILL)
         await app.wait_for_all("learn")
         await app.wait_for_engine(0)
         early = await app.engines[0].generate.remote([1], Sampling(4), "a", 0)
@@ -347,7 +347,7 @@ async def test_a_call_to_a_dead_shared_state_ends_the_run(tmp_path: Path) -> Non
         await app.weights.publish(0)
         (tmp_path / "group").touch()
         assert (await app.play(tmp_path / "group", 1))[0][0]
-        os.kill(await app.state.pid.remote(), signal.SIGKILL)
+        os.kill(await app.state.__ray_call__.remote(lambda _: os.getpid()), signal.SIGKILL)
         for call in (app.play(tmp_path / "group", 1), app.events()):
             with pytest.raises(
                 WorkerLost,

@@ -31,7 +31,7 @@ from agentgym_rl.scale.memory import (
     table,
     warm_start_memory,
 )
-from agentgym_rl.scale.resource_plan import Plan
+from agentgym_rl.scale.resource_plan import Plan, bundles
 from agentgym_rl.training.device.head import CHUNK_NUMBERS
 
 SHAPES = {
@@ -422,6 +422,11 @@ def test_placement_puts_pairs_into_one_bundle_and_learners_together() -> None:
     wide = replace(apart, devices_per_engine=4)
     assert wide.placement()[1][0]["engine"] == [{"CPU": 1.0, "GPU": 4.0}] * 3, "of one node each: a bundle is"
     assert "need 14 GPUs; there are 13" in (wide.shortage({"GPU": 13, "CPU": 99}) or "")
+    shared = replace(pairs, learners=8, devices_per_engine=4)
+    assert bundles(shared.placement()[0][0]) == [{"CPU": 9.0, "GPU": 4.0}] * 2, (
+        "an engine and the learners it shares with"
+    )
+    assert bundles(pairs.placement()[0][0]) == [{"CPU": 3.0, "GPU": 1.0}] * 2
     undecided = replace(pairs, device="auto", address="auto")
     assert undecided.resolved_for({"GPU": 16.0, "CPU": 99.0}) == replace(pairs, address="auto"), (
         "whatever the driver has"

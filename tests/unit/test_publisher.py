@@ -62,10 +62,17 @@ def test_another_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_rank_serves_engines_on_its_own_device_in_any_order() -> None:
-    endpoints = {0: endpoint("GPU-b"), 1: endpoint("GPU-a"), 3: endpoint("GPU-c")}
-    assert match_engines(["GPU-a", "GPU-b"], endpoints) == {0: 1, 1: 0}
-    assert match_engines(["one", "one"], dict.fromkeys(range(4), endpoint("one"))) == {0: 0, 1: 1, 2: 0, 3: 1}
-    assert match_engines(["one", "two"], dict.fromkeys(range(2), endpoint("one"))) == {0: 0, 1: 0}
+    def ranks(rank_devices: list[str], engines: dict[int, str]) -> dict[int, list[int]]:
+        endpoints = {i: [endpoint(device) for device in devices.split()] for i, devices in engines.items()}
+        matches = match_engines(rank_devices, endpoints)
+        assert all([e for _, e in served] == endpoints[i] for i, served in matches.items())
+        return {i: [rank for rank, _ in served] for i, served in matches.items()}
+
+    assert ranks(["a", "b"], {0: "b", 1: "a", 3: "c"}) == {0: [1], 1: [0]}
+    assert ranks(["one", "one"], dict.fromkeys(range(4), "one")) == {0: [0], 1: [1], 2: [0], 3: [1]}
+    assert ranks(["one", "two"], dict.fromkeys(range(2), "one")) == {0: [0], 1: [0]}
+    assert ranks(["a", "b", "c", "d"], {0: "b a", 1: "c d"}) == {0: [1, 0], 1: [2, 3]}, "tensor parallelism"
+    assert ranks(["a", "b"], {0: "a b", 1: "b c"}) == {0: [0, 1]}, "one without a rank on each device"
 
 
 class Processes:
@@ -102,13 +109,13 @@ class Processes:
     async def results_of(self, started: list[Any]) -> list[Any]:
         if started[0][0] == "device":
             return self.devices[:2]
-        (method, _), (_, (*_, member)) = started
+        (method, _), (_, (*_, target)) = started
         if method == "call":
             return ["a probe", "a probe"]
-        if method == "send_weights":
-            assert [[d.device for d in values[2]] for _, values in started] == [["GPU-a"], ["GPU-b"]]
+        if isinstance(target, Member):
+            assert target.rank == 1
         else:
-            assert member.rank == 1
+            assert [[d.device for d in values[2]] for _, values in started] == [["GPU-a"], ["GPU-b"]]
         await self.ranks_may_finish.wait()
         if self.rank_error is not None:
             raise self.rank_error
@@ -121,8 +128,8 @@ class Processes:
         method, *arguments = call
         if method == "start":
             return f"process {self.restarts.get(index, 0)}"
-        if method == "open_endpoint":
-            return endpoint(self.devices[index])
+        if method == "open_endpoints":
+            return [endpoint(self.devices[index])]
         source, version, (_, probe) = arguments
         assert (source.version, probe) == (version, ("probe",))
         if isinstance(source, BroadcastWeights):
@@ -164,7 +171,7 @@ async def test_an_engine_without_a_rank_on_its_device_gets_a_broadcast() -> None
     route = await weights.publish(4)
     assert route == "0, 1 on the device that each shares with a learner; 2 as a broadcast of 2 learners over gloo"
     on_device = ["call probe", "send_weights 4", "DeviceWeights 0: 4", "DeviceWeights 1: 4"]
-    assert processes.calls == ["device", *on_device, "call probe", "broadcast_weights 4", "BroadcastWeights 2: 4"]
+    assert processes.calls == ["device", *on_device, "call probe", "send_weights 4", "BroadcastWeights 2: 4"]
     assert weights.version == 4
 
 
@@ -224,7 +231,7 @@ async def test_an_engine_that_dies_of_every_transfer_ends_the_run() -> None:
     await weights.publish(0)
     with pytest.raises(EngineError, match="engine 0 died 3 times in a row while loading weights: failure of engine 0"):
         await weights.outdated[0]
-    assert sum("broadcast_weights" in call for call in processes.calls) == 3
+    assert sum("send_weights" in call for call in processes.calls) == 3
 
 
 async def dying(processes: Processes, index: int, call: Any) -> Any:

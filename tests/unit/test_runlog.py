@@ -17,7 +17,7 @@ import pytest
 
 from agentgym_rl.errors import ConfigError, WorkerLost
 from agentgym_rl.run.disk import write_atomically
-from agentgym_rl.run.log import RunLog, horizon_stages, read_metrics, read_trajectories
+from agentgym_rl.run.log import LINES_PER_WRITE, RunLog, horizon_stages, read_metrics, read_trajectories
 from agentgym_rl.types import Message, StopReason, Task, Trajectory
 
 CONFIG = {"seed": 7, "train": {"steps": 100, "learning_rate": 1e-6, "clip": None}, "horizon": {"turns": [2, 3, 4]}}
@@ -156,6 +156,14 @@ def test_trajectories_are_read_as_written(tmp_path: Path) -> None:
     assert list(read_trajectories(folder / "step_000012.jsonl")) == [episode("a"), episode("b")]
     row = json.loads((folder / "eval_000012.jsonl").read_text())
     assert (row["step"], row["kind"], row["id"]) == (12, "eval", "c")
+
+
+def test_a_large_group_is_written_completely_and_in_order(tmp_path: Path) -> None:
+    episodes = [episode(str(n)) for n in range(2 * LINES_PER_WRITE + 1)]
+    with RunLog.create(tmp_path, CONFIG) as log:
+        for part in (episodes[:-1], episodes[-1:], []):
+            log.write_lines(3, [trajectory.to_json().encode() for trajectory in part])
+        assert list(read_trajectories(log.trajectories_path(3))) == episodes
 
 
 def test_readers_skip_an_incomplete_last_line_and_refuse_other_damage(tmp_path: Path) -> None:

@@ -82,8 +82,8 @@ def test_metrics_lines_and_checkpoints_are_those_of_whole_groups(segments: bool,
     logs = []
     for name, played in (("light", light), ("whole", groups)):
         log = RunLog.create(tmp_path / name, {})
-        for line in (line for group in played for line in group.lines()):
-            log.write_line(1, line)
+        for group in played:
+            log.write_lines(1, group.lines())
         log.close()
         logs.append(log.trajectories_path(1).read_bytes())
     assert logs[0] == logs[1]

@@ -107,7 +107,7 @@ async def test_a_native_engine_samples_with_device_weights_and_a_tied_head_is_se
     learner, model = LlamaForCausalLM(config), LlamaForCausalLM(config)
     assert "lm_head.weight" not in dict(whole_state(learner))
     adapter, wanted = NativeAdapter(NativeEngine(model, max_sessions=2), model), NativeEngine(learner, max_sessions=2)
-    endpoint = await adapter.open_endpoint()
+    (endpoint,) = await adapter.open_endpoints()
     sending = asyncio.create_task(asyncio.to_thread(send_weights, whole_state(learner), 7, [endpoint], 1000))
     await asyncio.sleep(0)
     await adapter.load(DeviceWeights(endpoint, 7), 7)
@@ -163,7 +163,7 @@ async def test_an_engine_whose_learner_died_has_no_version_until_a_complete_load
     adapter.engine.version = 1
     own = {name: torch.zeros(4) for name in "abcd"}
     adapter._model = type("Model", (), {"state_dict": lambda self: own})()
-    endpoint = await adapter.open_endpoint()
+    (endpoint,) = await adapter.open_endpoints()
     process = CONTEXT.Process(target=send_and_die, args=(endpoint,))
     process.start()
     with pytest.raises(EngineError, match="the learner was gone before it had sent all of weights 2"):
@@ -172,7 +172,7 @@ async def test_an_engine_whose_learner_died_has_no_version_until_a_complete_load
     assert own["a"].all(), "it was already partly overwritten"
     process.join(60)
     assert process.exitcode == 9
-    endpoint = await adapter.open_endpoint()
+    (endpoint,) = await adapter.open_endpoints()
     sender = threading.Thread(
         target=send_weights, args=({n: torch.full((4,), 2.0) for n in own}.items(), 3, [endpoint], 64)
     )

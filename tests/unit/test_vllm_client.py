@@ -300,8 +300,11 @@ def test_only_unsharded_tensors_of_a_split_model_are_compared() -> None:
         ({"engine": {"kind": "vllm", "replicas": 2}, "scale": {}}, "starts vLLM itself"),
         ({"engine": {"kind": "vllm", "urls": ["http://a"]}, "scale": {}}, "starts vLLM itself: remove engine.urls"),
         ({"engine": {"tensor_parallel": 2}, "scale": {}}, "read by kind = 'vllm'"),
-        ({"engine": {"kind": "vllm", "tensor_parallel": 2}}, "by .scale. with layout = 'disaggregated'"),
-        ({"engine": {"kind": "vllm", "tensor_parallel": 2}, "scale": {"layout": "colocated"}}, "no part in"),
+        ({"engine": {"kind": "vllm", "tensor_parallel": 2}}, "given several devices by .scale."),
+        (
+            {"engine": {"kind": "vllm", "tensor_parallel": 2}, "scale": {"layout": "colocated"}},
+            "2 learners per engine, got 1",
+        ),
         ({"engine": {"kind": "vllm"}, "method": "sft", "data": {"play": "oracle"}}, "plays for method = 'rl'"),
     ],
 )

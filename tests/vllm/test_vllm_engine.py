@@ -19,7 +19,7 @@ from agentgym_rl.agent.engines.vllm import Probe, VllmEngine, probe_model
 from agentgym_rl.errors import EngineError
 from agentgym_rl.run.backend_vllm import VllmAdapter
 from agentgym_rl.scale.process_group import whole_state
-from agentgym_rl.training.lora import add_adapter
+from agentgym_rl.training.lora import add_adapter, policy_tensors
 from agentgym_rl.training.settings import LoraSettings
 from agentgym_rl.transport import broadcast
 from agentgym_rl.transport.broadcast import BroadcastWeights, Member
@@ -176,7 +176,7 @@ async def test_weights_are_sent_by_a_process_on_the_same_device(engine: Any, mod
     bucket has half of one."""
     ids, adapter = prompt(50, vocabulary), VllmAdapter(engine)
     for name in "BCA":
-        version, probe, endpoint = engine.version + 1, probe_model(models[name]), await adapter.open_endpoint()
+        version, probe, (endpoint,) = engine.version + 1, probe_model(models[name]), await adapter.open_endpoints()
         assert endpoint.device == device_id()
         sending = asyncio.create_task(
             asyncio.to_thread(send_weights, whole_state(models[name]), version, [endpoint], 20_000)
@@ -216,6 +216,36 @@ async def test_adapters_are_loaded_by_version(engine: Any, models: Any, vocabula
         reply = await engine.generate(ids, Sampling(8, seed=1), "a")
         assert gap(adapted.eval(), ids, reply) < 1e-4
         assert gap(models["A"], ids, reply) > 0.1
+
+
+async def test_adapters_are_sent_without_their_frozen_weights(engine: Any, models: Any, vocabulary: int) -> None:
+    """The learner broadcasts the adapter alone; checksums tell apart adapters that differ by one small update."""
+    from transformers import AutoModelForCausalLM
+
+    adapted = AutoModelForCausalLM.from_pretrained(engine._folder).eval()
+    add_adapter(adapted, LoraSettings(rank=4, alpha=12.0), 0)
+    matrices = [parameter for name, parameter in adapted.named_parameters() if "lora_B" in name]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ids, adapter = prompt(200, vocabulary), VllmAdapter(engine)
+    for number in range(2):
+        for matrix in matrices:
+            matrix.data.normal_(std=0.3)
+        version, probe = engine.version + 1, probe_model(adapted, adapter=policy_tensors(adapted))
+        common = ("adapters", f"127.0.0.1:{store.port}")
+        sender, receiver = (Member(*common, rank, 2, 1, "gloo", is_new=number == 0) for rank in range(2))
+        sending = asyncio.to_thread(broadcast.send_weights, policy_tensors(adapted), sender, version, 20_000)
+        sent, _ = await asyncio.gather(sending, adapter.load(BroadcastWeights(receiver, version), version, probe))
+        assert sent == {}
+        reply = await engine.generate(ids, Sampling(8, seed=1), "a")
+        assert (reply.version, gap(adapted, ids, reply) < 1e-4) == (version, True)
+        assert gap(models["A"], ids, reply) > 0.1
+    compared = await engine._llm.collective_rpc("agentgym_checksums", args=(probe.shapes,))
+    assert set(compared[0]) >= {name for name in probe.checksums if "lora_" in name}
+    matrices[-1].data += 1e-6
+    with pytest.raises(EngineError, match=r"down_proj.lora_B.weight is .*does not hold these weights"):
+        probe_model(adapted, adapter=policy_tensors(adapted)).check_checksums(compared, version)
+    await engine.update_weights(dict(policy_tensors(adapted)), version + 1)
+    assert gap(adapted, ids, await engine.generate(ids, Sampling(8, seed=1), "b")) < 1e-4
 
 
 async def test_a_cancelled_reply_leaves_the_engine_usable(engine: Any, models: Any, vocabulary: int) -> None:

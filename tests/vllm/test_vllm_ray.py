@@ -36,15 +36,18 @@ def kill_the_scheduler(folder: Path) -> None:
 
 
 @pytest.mark.timeout(1800)
-async def test_adapters_of_two_ranks_reach_a_vllm_of_two_workers_as_merged_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("layout", ["disaggregated", "colocated"])
+async def test_adapters_of_two_ranks_reach_a_vllm_of_two_workers(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Without their frozen weights: broadcast, or to each worker from the rank that shares its device."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # else each worker wants a NUMA node of its own
+    monkeypatch.setenv(DEVICE_WEIGHTS_VARIABLE, "always")
     config = counting_config(
         model={"path": str(save(make_model(0), tmp_path / "base")), "lora": {"rank": 4}},
         warm_start=None,
         engine={"kind": "vllm", "tensor_parallel": 2, "eager": True, "kv_cache_gib": 0.25, "memory_share": 0.2},
-        scale={"learners": 2, "object_store_mb": 100, "worker_timeout_s": 1500},
+        scale={"learners": 2, "layout": layout, "object_store_mb": 100, "worker_timeout_s": 1500},
         rl={
             "steps": 3,
             "groups_per_step": 2,

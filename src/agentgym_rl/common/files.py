@@ -13,12 +13,13 @@ if sys.platform != "win32":
     import fcntl
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace the content of `path`. A reader sees the old file or the new one, never a part, even after a kill."""
+def write_atomically(path: Path, *parts: bytes | memoryview) -> None:
+    """Replace the content of `path` by these parts, one after the other. A reader sees the old content or the new one,
+    never a mixture, even after a kill."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
-            file.write(data)
+            file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

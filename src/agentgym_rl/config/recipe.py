@@ -183,11 +183,21 @@ class Config(Section):
                 f"model.device = {self.model.device!r}: with [scale] each process is given a device of its own and "
                 "sees no other, use 'cuda' or 'auto'"
             )
-        if self.engine.tensor_parallel > 1 and (self.scale is None or self.scale.layout == "colocated"):
+        devices = self.engine.tensor_parallel
+        if devices > 1 and self.scale is None:
             raise ValueError(
-                f"engine.tensor_parallel = {self.engine.tensor_parallel}: devices that a learner has no part in are "
-                "given to an engine by [scale] with layout = 'disaggregated'"
+                f"engine.tensor_parallel = {devices}: engines are given several devices by [scale]: add it"
             )
+        if self.scale is not None and self.scale.layout == "colocated":
+            learners, engines = self.scale.learners, self.scale.engines
+            if learners != engines * devices:
+                each = (
+                    f"; with engine.tensor_parallel = {devices}, {devices} learners per engine" if devices > 1 else ""
+                )
+                raise ValueError(
+                    "scale.layout = 'colocated' pairs each device of an engine with a learner and needs as many of "
+                    f"each{each}, got {learners} learners and {engines} engines"
+                )
         if self.engine.kind == "vllm" and self.scale is not None:
             if self.engine.weights == "files":
                 raise ValueError(
@@ -195,13 +205,6 @@ class Config(Section):
                 )
             if self.engine.urls or self.engine.replicas > 1:
                 raise ValueError("[scale] starts vLLM itself: remove engine.urls and engine.replicas")
-            dtype = self.model.dtype if self.engine.dtype == "auto" else self.engine.dtype
-            if self.model.lora is not None and dtype != "float32":
-                raise ValueError(
-                    f"model.lora: with [scale] vLLM is sent weights with the adapters inside, and its are {dtype}, in "
-                    "which most of a small update is rounded away: use engine.kind = 'native', engine.dtype = "
-                    "'float32', or no [scale], where vLLM takes the adapters as they are"
-                )
         if self.agent.style == "tool" and self.method == "dagger":
             raise ValueError(
                 "agent.style = 'tool': method 'dagger' compares written actions with the oracle's, use a style of text "

@@ -265,7 +265,7 @@ class EngineConfig(Section):
     replicas: int = Field(1, ge=1)
     """Number of vLLM engines to start, without `urls`."""
     tensor_parallel: int = Field(1, ge=1)
-    """Devices of one node that each vLLM engine splits its weights over. Needs [scale], layout = 'disaggregated'."""
+    """Devices of one node that each vLLM engine splits its weights over. Needs [scale]."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of vLLM's weights; auto is the learner's."""
     memory_share: float = Field(0.4, gt=0, allow_inf_nan=False)
@@ -279,7 +279,7 @@ class EngineConfig(Section):
     with many requests, and no two runs are the same."""
     weights: Literal["memory", "files"] = "memory"
     """How new weights reach a vLLM started here. memory: from the learner's memory (CUDA IPC; shared memory on a CPU).
-    files: through the run directory, as servers and adapters get them."""
+    files: through the run directory, as servers get them."""
 
     @model_validator(mode="after")
     def _read_by_its_kind(self) -> EngineConfig:
@@ -363,7 +363,7 @@ class ScaleConfig(Section):
     env_hosts: int = Field(1, ge=1)
     """Processes that play episodes, each with a pool of sessions."""
     layout: Literal["colocated", "disaggregated"] = "disaggregated"
-    """colocated: learner n and engine n share a device. disaggregated: each has its own."""
+    """colocated: each device of an engine is shared with a learner. disaggregated: each has its own."""
     address: str | None = None
     """Address of a Ray cluster that this machine is part of, auto or head:6379. Without it, the run starts Ray."""
     nodes: int | None = Field(None, ge=1)
@@ -394,11 +394,6 @@ class ScaleConfig(Section):
 
     @model_validator(mode="after")
     def _pairs(self) -> ScaleConfig:
-        if self.layout == "colocated" and self.learners != self.engines:
-            raise ValueError(
-                f"layout = 'colocated' pairs learners with engines and needs as many of each, "
-                f"got {self.learners} and {self.engines}"
-            )
         if self.learners % (self.shard_ranks or self.learners):
             raise ValueError(f"shard_ranks = {self.shard_ranks} must divide learners = {self.learners}")
         if self.address is not None and self.address.startswith("ray://"):

@@ -125,17 +125,13 @@ class Rank:
         self._learner: Any = None
         """RL learner or trainer."""
         self._shares = config.scale.layout == "colocated"
-        self._merges = adapters and config.engine.kind == "vllm"
-        """Whether to send merged weights: vLLM takes adapters only from disk, which nodes need not share."""
-        self._sent_dtype = torch.float32 if self._merges else self._dtype
-        """Type of the weights sent to engines. A config whose vLLM would round merged weights is refused."""
+        self._sends_adapter = adapters and config.engine.kind == "vllm"
+        """Whether engines get the adapter alone: vLLM has loaded the frozen weights."""
 
     def make_untrained_model(self, folder: str) -> int:
         """Make the recipe's untrained model with the tokenizer of `folder`; return its number of parameters."""
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
         self._model = make_untrained_model(self._config.model, self._config.seed, self._tokenizer, self._ranks)
-        if self._merges:
-            lora.require_mergeable(self._model)
         return self._model.num_parameters()
 
     def load(self, folder: str, reference_dir: str | None = None) -> None:
@@ -144,8 +140,6 @@ class Rank:
         self._learner = self._model = None
         release_memory()
         self._model, self._tokenizer = load_from(folder, self._config.model, self._ranks)
-        if self._merges:
-            lora.require_mergeable(self._model)
         if reference_dir is not None:
             config, folder_of_reference = self._config, Path(reference_dir)
             self._learner = make_learner(
@@ -208,10 +202,12 @@ class Rank:
         return self._model.num_parameters()
 
     def whole_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the weights for engines, in their type. Every rank must read all of them."""
-        named = lora.merged(self._model, self._policy()) if self._merges else self._policy()
-        for name, tensor in named:
-            yield name, tensor.to(self._sent_dtype) if tensor.is_floating_point() else tensor
+        """Yield the weights for engines, in their type, or the adapter. Every rank must read all of them."""
+        if self._sends_adapter:
+            yield from lora.policy_tensors(self._model)
+        else:
+            for name, tensor in self._policy():
+                yield name, tensor.to(self._dtype) if tensor.is_floating_point() else tensor
         self._release_device()
 
     def probe(self) -> Probe | None:
@@ -220,8 +216,8 @@ class Rank:
         if engine.kind == "native":
             return None
         dtype = self._dtype if engine.dtype == "auto" else getattr(torch, engine.dtype)
-        merge = partial(lora.merged, self._model) if self._merges else None
-        probe = probe_model(self._model, dtype, sent_dtype=self._sent_dtype, merge=merge)
+        adapter = lora.policy_tensors(self._model) if self._sends_adapter else ()
+        probe = probe_model(self._model, dtype, sent_dtype=self._dtype, adapter=adapter)
         self._release_device()
         return probe
 
@@ -338,7 +334,7 @@ class Player:
 def make_engine_adapter(config: Config, folder: Path) -> EngineAdapter:
     """Return an engine with weights of its own, behind the interface that weights are sent through."""
     if config.engine.kind == "vllm":
-        # It gets the weights of a model with adapters merged.
+        # With adapters it reads the frozen weights here, and is sent the adapter alone.
         base = folder if config.model.lora is None else Path(str(config.model.path))
         return backend_vllm.VllmAdapter(backend_vllm.make_vllm(config, base))
     assert config.scale is not None

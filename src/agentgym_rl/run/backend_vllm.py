@@ -15,6 +15,7 @@ from agentgym_rl.agent.engines.vllm import Probe, VllmEngine, VllmServer, probe_
 from agentgym_rl.config import Config, EngineConfig
 from agentgym_rl.scale.process_group import untied_state
 from agentgym_rl.training.checkpoint import export
+from agentgym_rl.training.lora import policy_tensors
 from agentgym_rl.transport.broadcast import BroadcastWeights
 from agentgym_rl.transport.buckets import WeightsInterrupted, WeightSource
 from agentgym_rl.transport.device import DeviceWeights, Endpoint
@@ -46,7 +47,7 @@ def make_vllm(config: Config, folder: Path) -> Vllm:
                 memory_share=settings.memory_share,
                 kv_cache_bytes=None if settings.kv_cache_gib is None else int(settings.kv_cache_gib * 2**30),
                 eager=settings.eager,
-                lora_rank=None if lora is None or config.scale is not None else lora.rank,
+                lora_rank=None if lora is None else lora.rank,
                 # Without request seeds, replicas with vLLM's default seed would all draw the same numbers.
                 options=options if settings.seeded else options | {"seed": secrets.randbits(31)},
             )
@@ -67,12 +68,13 @@ async def publish(
 ) -> None:
     """Give an engine the weights of `model`, and check them with a probe.
 
-    A vLLM of this process gets them in memory. A server that sees the same disk gets a folder, as do adapters, which
-    vLLM takes no other way.
+    A vLLM of this process gets them in memory. A server that sees the same disk gets a folder.
     """
     dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    if settings.weights == "memory" and not settings.urls and not adapters:
-        await engine.update_weights(untied_state(model), version, probe=probe_model(model, dtype))
+    if settings.weights == "memory" and not settings.urls:
+        adapter = dict(policy_tensors(model)) if adapters else {}
+        probe = probe_model(model, dtype, adapter=adapter.items())
+        await engine.update_weights(adapter or untied_state(model), version, probe=probe)
         return
     folder = weights_dir / f"weights_{version}"
     shutil.rmtree(folder, ignore_errors=True)
@@ -116,9 +118,9 @@ class VllmAdapter:
     async def wake(self) -> None:
         await self.engine.wake()
 
-    async def open_endpoint(self) -> Endpoint:
+    async def open_endpoints(self) -> list[Endpoint]:
         await self.engine.wake()
-        return await self.engine.open_endpoint()
+        return await self.engine.open_endpoints()
 
     async def load(self, source: WeightSource, version: int, probe: Probe | None = None) -> None:
         assert isinstance(source, (DeviceWeights, BroadcastWeights))

@@ -52,9 +52,10 @@ class RetryingWriter:
         """Append the parts of a line."""
         self._write(path, PendingWrite(line, append=True, droppable=droppable))
 
-    def replace(self, path: Path, data: bytes, *, droppable: bool = False) -> None:
+    def replace(self, path: Path, *parts: bytes, droppable: bool = False) -> None:
+        """Replace the content by these parts, one after the other."""
         self.discard(path)
-        self._write(path, PendingWrite([data], append=False, droppable=droppable))
+        self._write(path, PendingWrite(parts, append=False, droppable=droppable))
 
     def discard(self, path: Path) -> None:
         """Drop data that waits for a file that is started again or was removed."""
@@ -99,7 +100,7 @@ class RetryingWriter:
             if entry.append:
                 append(path, *entry.data)
             else:
-                write_atomically(path, bytes(entry.data[0]))
+                write_atomically(path, *entry.data)
         except OSError as error:
             if error.errno not in FULL:
                 raise

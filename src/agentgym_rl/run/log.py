@@ -14,7 +14,7 @@
     <root>/summary.json, curve.png          written at the end
     <root>/tensorboard/, wandb/             only with the trackers of these names
 
-A step's lines are appended with one write each, so a killed process leaves at most one torn line, the last; readers
+A group's lines are appended with one write, so a killed process leaves at most one torn line, the last; readers
 skip it and a resumed run removes it. Data that a full disk refuses waits in memory (disk.py), and the run continues.
 docs/reference/run-directory.md defines every file and metric.
 """
@@ -48,6 +48,8 @@ State = Literal["running", "finished", "stopped", "failed"]
 _FILE_PREFIX: dict[Kind, str] = {"train": "step", "eval": "eval", "warmstart": "warmstart", "data": "data"}
 _BEFORE_THE_CONFIG = frozenset({"trajectories", "checkpoints", "tensorboard", "wandb"})
 """Folders that a process leaves behind if it ends before it writes config.toml."""
+LINES_PER_WRITE = 64
+"""Most lines of one write. Systems take 1,024 parts, of which a line has three, and 2 GiB."""
 _RESERVED = frozenset({"step", "time", "nonfinite"})
 
 
@@ -212,17 +214,19 @@ class RunLog:
         The first write of a process to a file starts it afresh: a step that is played again after a kill replaces what
         the killed process left of it.
         """
-        self.write_line(step, trajectory.to_json().encode(), kind)
+        self.write_lines(step, [trajectory.to_json().encode()], kind)
 
-    def write_line(self, step: int, line: bytes | memoryview, kind: Kind = "train") -> None:
-        """Append the JSON of one episode, as `write_trajectory` does."""
+    def write_lines(self, step: int, lines: Sequence[bytes | memoryview], kind: Kind = "train") -> None:
+        """Append the JSON of several episodes, as `write_trajectory` does. A group takes one write."""
         path = self.trajectories_path(step, kind)
         if path.name not in self._begun:  # names take less memory than paths, and all are kept
             path.unlink(missing_ok=True)
             self._writer.discard(path)
             self._begun.add(path.name)
         start = f'{{"step": {step}, "kind": "{kind}", '.encode()
-        self._writer.append(path, start, memoryview(line)[1:], b"\n", droppable=True)
+        for few in (lines[i : i + LINES_PER_WRITE] for i in range(0, len(lines), LINES_PER_WRITE)):
+            parts = [part for line in few for part in (start, memoryview(line)[1:], b"\n")]
+            self._writer.append(path, *parts, droppable=True)
 
     def write_learned(self, step: int, samples: Iterable[Sample]) -> None:
         """Write one line per trained trajectory: values of its trained tokens, with 5 significant digits."""
@@ -234,7 +238,7 @@ class RunLog:
             for name, own in segments.items()
         )
         path = self.trajectories_dir / f"learned_{step:06d}.jsonl"
-        self._writer.replace(path, b"".join(lines), droppable=True)
+        self._writer.replace(path, *lines, droppable=True)
 
     def trajectories_path(self, step: int, kind: Kind = "train") -> Path:
         return self.trajectories_dir / f"{_FILE_PREFIX[kind]}_{step:06d}.jsonl"

@@ -114,8 +114,8 @@ class RLRun(Run):
         if self.backend.team is not None:
             self.backend.team.league.observe(groups)
         played = [trajectory for group in groups for trajectory in group.trajectories]
-        for line in (line for group in groups for line in group.lines()):
-            self.log.write_line(step, line)
+        for group in groups:
+            self.log.write_lines(step, group.lines())
         failures = [trajectory.error for trajectory in played if trajectory.stop is StopReason.ERROR]
         if failures:
             message = f"{len(failures)} of {len(played)} attempts at episodes of step {step} failed and are left out"

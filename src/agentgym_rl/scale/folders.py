@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from agentgym_rl.errors import ConfigError
@@ -19,8 +19,13 @@ Ask = Callable[[Callable[[str], str | None], str], Awaitable[dict[str, str | Non
 async def require_shared(folder: Path, ask: Ask) -> None:
     """Raise ConfigError unless every node reads what is written into `folder` here. A local folder of the same name is
     not enough, so each node must read a random word."""
-    with _marker(folder) as (path, word):
+    # A new name, because file systems cache failed lookups.
+    path, word = folder / f".seen-by-all-{uuid.uuid4().hex}", uuid.uuid4().hex
+    path.write_text(word)
+    try:
         failed = [node for node, text in (await ask(read_text, str(path))).items() if text != word]
+    finally:
+        path.unlink(missing_ok=True)
     if failed:
         raise ConfigError(
             f"every node of the cluster must see the run directory {folder}, {', '.join(failed)} "
@@ -52,14 +57,3 @@ def list_model_files(folder: str) -> str | None:
         return None
     files = sorted([*Path(folder).glob("*config.json"), *Path(folder).glob("*.safetensors")])
     return "\n".join(f"{path.name} {path.stat().st_size}" for path in files)
-
-
-@contextlib.contextmanager
-def _marker(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Create a file with a random word and a new name, because file systems cache failed lookups."""
-    path, word = folder / f".seen-by-all-{uuid.uuid4().hex}", uuid.uuid4().hex
-    path.write_text(word)
-    try:
-        yield path, word
-    finally:
-        path.unlink(missing_ok=True)

@@ -238,7 +238,8 @@ def engine_memory(d: Demand, device_bytes: int = 0) -> Memory:
 def _vllm_memory(d: Demand, episode: int, device_bytes: int) -> Memory:
     """Return vLLM's memory. `episode`: bytes of cache without which it refuses to start."""
     process = PROCESS_BYTES if d.gpu else 0
-    fixed = d.engine_bytes * d.shape.count // d.tensor_parallel + process  # weights and vLLM's buffers
+    # Weights, the adapter and vLLM's buffers.
+    fixed = d.engine_bytes * (d.shape.count // d.tensor_parallel + (d.trained or 0)) + process
     share = int(d.memory_share * device_bytes)
     problem, excess = "", 0
     if d.cache_bytes is not None:
@@ -288,16 +289,12 @@ def on_each_device(d: Demand, device_bytes: int = 0) -> dict[str, Memory]:
 
 def _in_transit_bytes(d: Demand) -> int:
     """Return the bytes of all simultaneous copies of the largest tensor on an engine's device while weights are sent. A
-    learner on the device gathers it, unless it is frozen. vLLM receives merged adapters in float32."""
-    largest = d.shape.vocabulary * d.shape.hidden
-    gathered = d.dtype_bytes if d.trained is None else 4 if d.engine == "vllm" else 0
-    buffer = max(_sent_bytes(d) * largest, d.bucket_bytes)
-    return largest * gathered * d.colocated + buffer + (2 * d.dtype_bytes * largest if d.engine == "vllm" else 0)
-
-
-def _sent_bytes(d: Demand) -> int:
-    """Return the bytes of one weight when it is sent to an engine."""
-    return 4 if d.trained is not None and d.engine == "vllm" else d.dtype_bytes
+    learner on the device gathers it, unless it is frozen. vLLM is sent adapters without the frozen weights."""
+    if d.trained is not None and d.engine == "vllm":
+        return d.bucket_bytes
+    largest = d.dtype_bytes * d.shape.vocabulary * d.shape.hidden
+    gathered = largest if d.colocated and d.trained is None else 0
+    return gathered + max(largest, d.bucket_bytes) + (2 * largest if d.engine == "vllm" else 0)
 
 
 def on_each_host(d: Demand, per_node: int, host_bytes: int = 0) -> dict[str, Memory]:
@@ -309,7 +306,9 @@ def on_each_host(d: Demand, per_node: int, host_bytes: int = 0) -> dict[str, Mem
     """
     shape, b = d.shape, d.dtype_bytes
     if not d.distributed:
-        return {"host, loading": Memory({"weights": b * shape.count}), **_host_of_one(d)} if d.gpu else {}
+        kept = {f"{name} of 1 ranks": size for name, size in _on_host(d).items()}
+        running = {"host, running": Memory(kept)} if kept else {}
+        return {"host, loading": Memory({"weights": b * shape.count}), **running} if d.gpu else {}
     ranks, engines = min(d.learners, per_node), min(d.engines, max(1, per_node // d.tensor_parallel))
     one_node = per_node >= (d.learners if d.colocated else d.learners + d.engines * d.tensor_parallel)
     load = {"pages of files": b * shape.count}
@@ -355,11 +354,6 @@ def _on_host(d: Demand) -> dict[str, int]:
     if d.background:
         parts["copies for checkpoints"] = d.optimizer_bytes + d.dtype_bytes * d.shape.count // d.learners
     return parts
-
-
-def _host_of_one(d: Demand) -> dict[str, Memory]:
-    kept = {f"{name} of 1 ranks": size for name, size in _on_host(d).items()}
-    return {"host, running": Memory(kept)} if kept else {}
 
 
 def table(devices: dict[str, Memory], available: int | None) -> tuple[list[str], bool]:

@@ -5,10 +5,10 @@ Gradients are summed, not averaged, because every rank's loss is normalized by t
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from itertools import chain
 from types import MethodType
 from typing import Any
 
@@ -109,11 +109,7 @@ class ProcessRanks(Ranks):
     def sum_over_ranks(self, metrics: dict[str, float]) -> dict[str, float]:
         gathered: list[dict[str, float]] = [{}] * self.size
         dist.all_gather_object(gathered, metrics)
-        totals: dict[str, float] = defaultdict(float)
-        for rank_metrics in gathered:
-            for name, value in rank_metrics.items():
-                totals[name] += value
-        return dict(totals)
+        return {name: sum(m.get(name, 0.0) for m in gathered) for name in chain(*gathered)}
 
 
 def _checksum(tensor: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from itertools import chain, cycle
 from typing import Any, Literal, Protocol
 
 from agentgym_rl.errors import ConfigError, EngineError
@@ -82,14 +83,19 @@ def shares_device_memory(plan: Plan) -> bool:
     return plan.layout == "colocated" and (setting == "always" or (setting == "" and plan.device == "cuda"))
 
 
-def match_engines(rank_devices: Sequence[str], endpoints: Mapping[int, Endpoint]) -> dict[int, int]:
-    """Return {engine: rank on its device}. Ranks that share a device serve its engines in turn."""
-    matches: dict[int, int] = {}
-    for index, endpoint in sorted(endpoints.items()):
-        ranks = [rank for rank, device in enumerate(rank_devices) if device == endpoint.device]
-        if ranks:
-            matches[index] = min(ranks, key=lambda rank: list(matches.values()).count(rank))
-    return matches
+Served = list[tuple[int, Endpoint]]
+"""(rank, endpoint of an engine on its device)."""
+
+
+def match_engines(rank_devices: Sequence[str], endpoints: Mapping[int, Sequence[Endpoint]]) -> dict[int, Served]:
+    """Return {engine: its endpoints with the rank on the device of each}, of engines that have a rank on all devices.
+    Ranks that share a device serve its engines in turn."""
+    ranks = {device: cycle([r for r, own in enumerate(rank_devices) if own == device]) for device in rank_devices}
+    return {
+        index: [(next(ranks[endpoint.device]), endpoint) for endpoint in own]
+        for index, own in sorted(endpoints.items())
+        if all(endpoint.device in ranks for endpoint in own)
+    }
 
 
 class Publisher:
@@ -158,12 +164,12 @@ class Publisher:
             if not self._rank_devices:
                 calls = self._link.start_on_ranks("device", [()] * plan.learners)
                 self._rank_devices = await self._link.results_of(calls)
-            endpoints, died = await self._ask(list(others), "open_endpoint")
+            endpoints, died = await self._ask(list(others), "open_endpoints")
             matches = match_engines(self._rank_devices, endpoints)
             others = {i: process for i, process in others.items() if i not in (*matches, *died)}
             lost += died
             if matches:
-                lost += await self._send_on_device({i: (rank, endpoints[i]) for i, rank in matches.items()}, version)
+                lost += await self._send_on_device(matches, version)
                 ways["on the device that each shares with a learner"] = list(matches)
         if others:
             lost += await self._broadcast(others, version)
@@ -187,16 +193,14 @@ class Publisher:
                 raise answer
         return {i: answer for i, answer in answers.items() if i not in lost}, lost
 
-    async def _send_on_device(self, engines: dict[int, tuple[int, Endpoint]], version: int | None) -> list[int]:
+    async def _send_on_device(self, engines: dict[int, Served], version: int | None) -> list[int]:
         """Return the engines that died or were restarted meanwhile. Ranks leave them out by themselves."""
         endpoints: list[list[Endpoint]] = [[] for _ in self._rank_devices]
-        for rank, endpoint in engines.values():
+        for rank, endpoint in chain(*engines.values()):
             endpoints[rank].append(endpoint)
-        sources = {i: partial(DeviceWeights, endpoint) for i, (_, endpoint) in engines.items()}
-        names = {i: endpoint.name for i, (_, endpoint) in engines.items()}
-        died, restarted, _ = await self._transfer(
-            version, "send_weights", [(served,) for served in endpoints], sources, names
-        )
+        sources = {i: partial(DeviceWeights, served[0][1]) for i, served in engines.items()}
+        names = {i: [endpoint.name for _, endpoint in served] for i, served in engines.items()}
+        died, restarted, _ = await self._transfer(version, endpoints, sources, names)
         return died + restarted
 
     async def _broadcast(self, engines: dict[int, str], version: int | None) -> list[int]:
@@ -205,12 +209,11 @@ class Publisher:
         lost, interruptions, senders = list[int](), 0, self._link.plan.senders
         while engines:
             members = self._members_of(engines)
-            arguments = [(member,) for member in members[:senders]] + [(None,)] * (self._link.plan.learners - senders)
+            targets = [*members[:senders], *[None] * (self._link.plan.learners - senders)]
             sources = {i: partial(BroadcastWeights, m) for i, m in zip(engines, members[senders:], strict=True)}
             group = members[0].group
-            died, interrupted, reports = await self._transfer(
-                version, "broadcast_weights", arguments, sources, dict.fromkeys(engines, group), group
-            )
+            names = {i: [group] for i in engines}
+            died, interrupted, reports = await self._transfer(version, targets, sources, names, group)
             if died or interrupted or reports:
                 self._group = None
             if interrupted and not died:
@@ -238,15 +241,14 @@ class Publisher:
     async def _transfer(
         self,
         version: int | None,
-        method: str,
-        arguments: list[tuple[Any, ...]],
+        targets: Sequence[list[Endpoint] | Member | None],
         sources: Mapping[int, Callable[[int], WeightSource]],
-        names: Mapping[int, str],
+        names: Mapping[int, Sequence[str]],
         group: str = "",
     ) -> tuple[list[int], list[int], dict[str, str]]:
-        """Start `method` on ranks and `load` on engines, and wait for both. Return (engines that died, engines that are
-        alive and do not have the weights, why by name). `names`: those by which ranks report an engine's failure.
-        `group`: group to abort if an engine fails, because the others would wait for it."""
+        """Start `send_weights` on ranks, to the target of each, and `load` on engines, and wait for both. Return
+        (engines that died, engines that are alive and do not have the weights, why by name). `names`: those by which
+        ranks report a failure. `group`: group to abort if an engine fails, because the others would wait for it."""
         link, learners = self._link, self._link.plan.learners
         with link.submitting:  # calls of the learner's thread come before all of these or after
             if version is None:
@@ -255,7 +257,7 @@ class Publisher:
                 link.learned = False
             probes = link.start_on_ranks("call", [("probe",)] * learners)
             common = (version, link.plan.bucket_mb << 20)
-            sends = link.start_on_ranks(method, [(*common, *values) for values in arguments])
+            sends = link.start_on_ranks("send_weights", [(*common, target) for target in targets])
             calls = {
                 i: link.start_on_engine(i, "load", make(version), version, probes[0]) for i, make in sources.items()
             }
@@ -281,7 +283,8 @@ class Publisher:
                     task.result()
             for i, load in loads.items():
                 if not load.done():
-                    why = reports.get(names[i], "it did not finish after another engine had failed")
+                    reasons = (reports[name] for name in names[i] if name in reports)
+                    why = next(reasons, "it did not finish after another engine had failed")
                     raise EngineError(f"engine {i} did not get weights {version}: {why}")
             died = [i for i, load in loads.items() if load.result() is None]
             return died, [i for i, load in loads.items() if load.result() is False], reports

@@ -52,6 +52,7 @@ RETRY_INTERVAL_S = 0.25
 """Seconds between polls of a worker that is being restarted."""
 CLOSE_TIMEOUT_S = 10.0
 """Seconds that a worker has to close its resources."""
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 MAX_DEATHS = 5
 """Give up on a call after this many workers died while running it."""
 
@@ -83,34 +84,30 @@ class LearnerRank:
     def device(self) -> str:
         return device.device_id()
 
-    def send_weights(self, version: int, bucket_bytes: int, endpoints: list[Endpoint]) -> dict[str, str]:
-        """Send the whole state to engines on this device. Returns {endpoint's name: why} of those that failed."""
-        return device.send_weights(self._work.whole_state(), version, endpoints, bucket_bytes)
-
-    def broadcast_weights(self, version: int, bucket_bytes: int, member: Member | None) -> dict[str, str]:
-        """Send the whole state to engines of a group, if this rank is a member. Returns {group: why} if it failed."""
-        if member is None:
-            return {}
-        return broadcast.send_weights(self._work.whole_state(), member, version, bucket_bytes)
+    def send_weights(self, version: int, bucket_bytes: int, to: list[Endpoint] | Member | None) -> dict[str, str]:
+        """Send the whole state to engines on this device, or as a member of a group. Returns {endpoint or group: why}
+        of those that failed."""
+        if isinstance(to, Member):
+            return broadcast.send_weights(self._work.whole_state(), to, version, bucket_bytes)
+        return {} if to is None else device.send_weights(self._work.whole_state(), version, to, bucket_bytes)
 
     def close(self) -> None:
         leave()
-
-    def pid(self) -> int:
-        return os.getpid()
 
 
 class EngineReplica:
     """An engine. `make()` returns its EngineAdapter, whose `engine` samples."""
 
-    def __init__(self, make: Callable[[], EngineAdapter], state: str, index: int) -> None:
+    def __init__(self, make: Callable[[], EngineAdapter], state: str, index: int, visible_devices: str) -> None:
+        if visible_devices:  # its learners', which reserve them
+            os.environ[VISIBLE_DEVICES] = visible_devices
         self._adapter: Any = make()
         self._state = ray.get_actor(state, NAMESPACE)
         self._name, self._process = f"engine {index}", uuid.uuid4().hex
         self._restarted = ray.get_runtime_context().was_current_actor_reconstructed
         self._loading, self._loaded = asyncio.Lock(), asyncio.Condition()
         self._sleeping = False
-        self._endpoint: Endpoint | None = None
+        self._endpoints: list[Endpoint] = []
         self._adapter.engine.version = -1  # its first weights have not been published
 
     async def begin(self) -> int:
@@ -150,7 +147,7 @@ class EngineReplica:
     async def load(self, source: WeightSource, version: int, probe: Any = None) -> int:
         """Load a version. Returns the version it has: another one if the transfer was interrupted."""
         async with self._loading, self._exit_if_died():
-            if isinstance(source, DeviceWeights) and source.endpoint != self._endpoint:
+            if isinstance(source, DeviceWeights) and source.endpoint not in self._endpoints:
                 return self._adapter.version  # this process replaced the one that had opened the endpoint
             if self._restarted:  # no call may have noticed the death
                 self._state.report.remote(self._name, "engine_lost", "died")
@@ -169,12 +166,12 @@ class EngineReplica:
             self._loaded.notify_all()
         return self._adapter.version
 
-    async def open_endpoint(self) -> Endpoint:
-        """Prepare to load weights from a rank on the same device."""
+    async def open_endpoints(self) -> list[Endpoint]:
+        """Prepare to load weights from the ranks on the same devices."""
         async with self._loading, self._exit_if_died():
-            self._endpoint = await self._adapter.open_endpoint()
+            self._endpoints = await self._adapter.open_endpoints()
             self._sleeping = False
-            return self._endpoint
+            return self._endpoints
 
     async def sleep(self) -> None:
         """Free device memory for the learner that shares it, until weights or a request arrive."""
@@ -203,9 +200,6 @@ class EngineReplica:
 
     async def close(self) -> None:
         await self._adapter.engine.close()
-
-    async def pid(self) -> int:
-        return os.getpid()
 
 
 class RemoteEngine:
@@ -247,9 +241,6 @@ class RemoteEngine:
         index = self._router.remove(session)
         if index is not None and index not in self._down:
             self._replicas[index].release.remote(session)  # not awaited
-
-    async def update_weights(self, source: Any, version: int) -> None:
-        raise EngineError("engines of an environment host get their weights from the learners: do not update them here")
 
     async def _replica_lost(self, index: int, error: RayActorError, deaths: int) -> None:
         if index not in self._down:
@@ -314,9 +305,6 @@ class EnvHost:
     async def close(self) -> None:
         await self._player.close()
 
-    async def pid(self) -> int:
-        return os.getpid()
-
 
 class RayApp:
     """The actors of one run. Learners start first, the others when there is a model. `close` ends them."""
@@ -366,10 +354,15 @@ class RayApp:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options = {"name": state, **common, "num_cpus": 0, "scheduling_strategy": here}
         self.state: Any = ray.remote(SharedState).options(**options).remote()
+        visible = [""] * plan.engines
+        if plan.device == "cuda" and plan.layout == "colocated" and plan.devices_per_engine > 1:
+            calls = [rank.__ray_call__.remote(lambda _: os.environ[VISIBLE_DEVICES]) for rank in self.learners]
+            devices, size = await self.results_of(calls), plan.devices_per_engine
+            visible = [",".join(devices[i : i + size]) for i in range(0, plan.learners, size)]
         self.engines = [
             ray.remote(EngineReplica)
             .options(name=name, **common, **placements["engine"][i], **restart, max_concurrency=10_000)
-            .remote(make_engine, state, i)
+            .remote(make_engine, state, i, visible[i])
             for i, name in enumerate(engines)
         ]
         self.hosts = [
@@ -379,11 +372,12 @@ class RayApp:
             for i in range(plan.env_hosts)
         ]
         try:
-            await asyncio.gather(*(first_call(f"environment host {i}", host.pid) for i, host in enumerate(self.hosts)))
+            ready = (first_call(f"environment host {i}", host.__ray_ready__) for i, host in enumerate(self.hosts))
+            await asyncio.gather(*ready)
             starts = (first_call(f"engine {i}", engine.begin) for i, engine in enumerate(self.engines))
             self.max_context = min(await asyncio.gather(*starts))
         except RayActorError:
-            await self.call_state("pid")
+            await self.call_state("__ray_ready__")
             raise
         self._nodes.changes(ray.nodes())
 
@@ -426,11 +420,12 @@ class RayApp:
                     "ask for fewer, or add nodes"
                 )
             for role, needs in roles.items():
+                per_bundle = len(needs) // len(requested)
                 options[role] = [
                     {
                         "num_cpus": need.get("CPU", 0.0),
                         "num_gpus": need.get("GPU", 0.0),
-                        "scheduling_strategy": PlacementGroupSchedulingStrategy(group, i),
+                        "scheduling_strategy": PlacementGroupSchedulingStrategy(group, i // per_bundle),
                     }
                     for i, need in enumerate(needs)
                 ]
@@ -501,13 +496,13 @@ class RayApp:
         try:
             return await call
         except RayActorError as error:
-            await self.call_state("pid")
+            await self.call_state("__ray_ready__")
             raise EngineLost(str(error)) from error
         except RayTaskError as error:
             raise EngineError(f"engine {index}: {error.cause}") from error
 
     async def wait_for_engine(self, index: int) -> None:
-        await wait_until_answered(self.engines[index].pid)
+        await wait_until_answered(self.engines[index].__ray_ready__)
 
     async def wait_for_loss(self, index: int) -> None:
         with contextlib.suppress(RayActorError):
@@ -530,7 +525,7 @@ class RayApp:
                     # This copies each part to the driver's node, so that the loss of the host's node loses no group.
                     return await unless_one_fails(asyncio.gather(*refs), self.weights.tasks), refs
                 except (RayActorError, ObjectLostError) as error:
-                    await self.call_state("pid")
+                    await self.call_state("__ray_ready__")
                     self._host_lost(index)
                     deaths += 1
                     if deaths >= MAX_DEATHS:
@@ -548,7 +543,7 @@ class RayApp:
             )
 
     async def _wait_for_host(self, index: int) -> None:
-        await wait_until_answered(self.hosts[index].pid)
+        await wait_until_answered(self.hosts[index].__ray_ready__)
         self._events.append({"kind": "env_host_started", "message": f"environment host {index} was restarted"})
         await self._scheduler.mark_back(index)
 

@@ -31,7 +31,7 @@ class Plan:
     bucket_mb: int
     worker_timeout_s: float
     devices_per_engine: int = 1
-    """Devices of an engine that shares none with a learner."""
+    """Devices of an engine. If it shares them, each is a learner's."""
     senders: int = 1
     """Learners that broadcast weights: those that own a shard of one copy, from the first on."""
     sessions_per_engine: int = 0
@@ -46,12 +46,14 @@ class Plan:
         return replace(self, device="cuda" if resources.get("GPU") else "cpu")
 
     def placement(self) -> list[tuple[dict[str, list[Needs]], str]]:
-        """Return placement groups: ({role: needs of each}, strategy). Roles of one group share its n-th bundle."""
+        """Return placement groups: ({role: needs of each}, strategy). Roles of one group share its bundles: an engine
+        and the learners on its devices. Ray divides only single devices, so learners reserve several of an engine."""
         gpu = 1.0 if self.device == "cuda" else 0.0
-        colocated = self.layout == "colocated"
-        learners = [{"CPU": self.learner_cpus, "GPU": gpu / 2 if colocated else gpu}] * self.learners
-        devices = gpu / 2 if colocated else gpu * self.devices_per_engine
-        engines = [{"CPU": self.engine_cpus, "GPU": devices}] * self.engines
+        colocated, devices = self.layout == "colocated", self.devices_per_engine
+        learners_gpu = gpu / 2 if colocated and devices == 1 else gpu
+        engines_gpu = gpu * devices if not colocated else gpu - learners_gpu
+        learners = [{"CPU": self.learner_cpus, "GPU": learners_gpu}] * self.learners
+        engines = [{"CPU": self.engine_cpus, "GPU": engines_gpu}] * self.engines
         hosts = [{"CPU": self.env_host_cpus}] * self.env_hosts
         # Ranks communicate most, so they are packed. Workers that can be lost one at a time are spread.
         if colocated:
@@ -89,9 +91,12 @@ class Plan:
 
 
 def bundles(roles: Mapping[str, list[Needs]]) -> list[Needs]:
-    """Return the bundles of a placement group: the sum of the n-th process's needs over all roles."""
-    result: list[Needs] = []
-    for sharing in zip(*roles.values(), strict=True):
-        sums = {kind: sum(needs.get(kind, 0.0) for needs in sharing) for kind in ("CPU", "GPU")}
-        result.append({kind: total for kind, total in sums.items() if total})
+    """Return the bundles of a placement group, one per process of its smallest role. The others divide themselves
+    evenly over them, in order."""
+    count = min(map(len, roles.values()))
+    result: list[Needs] = [{} for _ in range(count)]
+    for needs in roles.values():
+        for i, need in enumerate(needs):
+            bundle = result[i * count // len(needs)]
+            bundle.update({kind: bundle.get(kind, 0.0) + amount for kind, amount in need.items() if amount})
     return result

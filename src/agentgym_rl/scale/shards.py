@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import MappingKey, tree_leaves_with_path, tree_map, tree_map_with_path
 
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.training.checkpoint import SHARDS
@@ -30,6 +31,7 @@ from agentgym_rl.training.reward_model import RewardTrainer
 
 SEPARATOR = "\x1f"
 """Separator of the keys of a nested dict. No parameter has it in its name."""
+_TENSOR_MARKER = "\x1ftensor"
 NEEDS_SHARED_DISK = "the run directory must be on a file system that all nodes see"
 
 
@@ -46,8 +48,7 @@ class ShardWriter:
     def save_shards(self, folder: Path, state: Mapping[str, Any]) -> None:
         """Write a nested dict. Every rank calls this with its own shards. The parent folder must exist: a rank that
         created it might do so on a disk that no other rank sees."""
-        tensors: dict[str, Tensor] = {}
-        rest = _split(state, (), tensors)
+        rest, tensors = _split(state)
         if not folder.parent.is_dir():
             raise ConfigError(f"{folder.parent} does not exist on {socket.gethostname()}: {NEEDS_SHARED_DISK}")
         folder.mkdir(exist_ok=True)
@@ -139,86 +140,70 @@ def load_shards(folder: Path, like: Callable[[str, torch.Size], Tensor | None]) 
         for name in saved["names"]:
             meta = metadata[name]
             assert isinstance(meta, TensorStorageMetadata)
-            tensors[name] = _empty(name, meta, like)
+            model, dtype = like(name, meta.size), meta.properties.dtype
+            empty = torch.empty(meta.size, dtype=dtype) if model is None else torch.empty_like(model, dtype=dtype)
+            tensors[name] = empty.detach()
         dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
-    return _join(saved["rest"], (), tensors)
+    return _join(saved["rest"], tensors)
 
 
 def shard_state(state: Mapping[str, Any], like: Callable[[str, torch.Size], Tensor | None]) -> dict[str, Any]:
     """Shard a state of whole tensors, as one process writes it, over the ranks."""
-    tensors: dict[str, Tensor] = {}
-    rest = _split(state, (), tensors)
+    rest, tensors = _split(state)
     for name, value in tensors.items():
         model = like(name, value.shape)
         if isinstance(model, DTensor):
             tensors[name] = distribute_tensor(value.to(model.device), model.device_mesh, model.placements)
-    return _join(rest, (), tensors)
+    return _join(rest, tensors)
 
 
 def like_learner(learner: Any) -> Callable[[str, torch.Size], Tensor | None]:
     """Return a `like` for a learner's state. An optimizer's tensors are sharded as the parameter with that index, if it
     has their shape; parameters are sharded as they are."""
-    optimizers: dict[str, list[Tensor]] = {}  # by place in the state, such as critic.optimizer
-    parameters = {"masters": dict(learner.model.named_parameters())}  # of an earlier version
+    places: dict[str, list[Tensor] | dict[str, Tensor]] = {}  # in the state, such as critic.optimizer
     critic = getattr(learner, "critic", None)
     for place, updater in {"optimizer": learner, "critic.optimizer": critic}.items():
         if updater is not None:
             lists = getattr(updater._optimizer, "tensors_of_state", {})
-            optimizers |= {f"{place}.{key}": tensors for key, tensors in lists.items()}
-            optimizers[place] = updater._parameters
+            places |= {f"{place}.{key}": tensors for key, tensors in lists.items()}
+            places[place] = updater._parameters
+    places["masters"] = dict(learner.model.named_parameters())  # of an earlier version
     if critic is not None:
-        parameters["critic.parameters"] = dict(critic.model.named_parameters())
+        places["critic.parameters"] = dict(critic.model.named_parameters())
     if isinstance(learner, RewardTrainer):
-        parameters["head"] = dict(learner.model.head.named_parameters())
+        places["head"] = dict(learner.model.head.named_parameters())
 
     def like(name: str, shape: torch.Size) -> Tensor | None:
-        keys = name.split(SEPARATOR)
-        for place, trained in optimizers.items():
-            depth = len(place.split("."))
-            if keys[:depth] == place.split("."):
-                indices = [int(key) for key in keys[depth:] if key.isdigit()]
+        for place, trained in places.items():
+            prefix = SEPARATOR.join((*place.split("."), ""))
+            if name.startswith(prefix):
+                key = name.removeprefix(prefix)
+                if isinstance(trained, dict):
+                    return trained.get(key)
+                indices = [int(part) for part in key.split(SEPARATOR) if part.isdigit()]
                 candidates = [trained[i] for i in indices if i < len(trained)]
                 return candidates[0] if candidates and candidates[0].shape == shape else None
-        for place, named in parameters.items():
-            depth = len(place.split("."))
-            if keys[:depth] == place.split("."):
-                return named.get(SEPARATOR.join(keys[depth:]))
         return None
 
     return like
 
 
-def _empty(name: str, meta: TensorStorageMetadata, like: Callable[[str, torch.Size], Tensor | None]) -> Tensor:
-    model = like(name, meta.size)
-    if model is None:
-        return torch.empty(meta.size, dtype=meta.properties.dtype)
-    return torch.empty_like(model, dtype=meta.properties.dtype).detach()
+def _split(state: Any) -> tuple[Any, dict[str, Tensor]]:
+    """Return (the nested state with a marker in place of each tensor, the tensors by their names)."""
+    named = {_name(path): value for path, value in tree_leaves_with_path(state) if isinstance(value, Tensor)}
+    rest = tree_map(lambda value: _TENSOR_MARKER if isinstance(value, Tensor) else value, state)
+    return rest, {name: tensor.detach() for name, tensor in named.items()}
 
 
-def _split(value: Any, path: tuple[str, ...], tensors: dict[str, Tensor]) -> Any:
-    """Return the nested value with a marker in place of each tensor, which goes into `tensors`."""
-    if isinstance(value, Tensor):
-        name = SEPARATOR.join(path)
-        tensors[name] = value.detach()
-        return _TENSOR_MARKER
-    if isinstance(value, Mapping):
-        return {key: _split(item, (*path, str(key)), tensors) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_split(item, (*path, str(i)), tensors) for i, item in enumerate(value)]
-    return value
+def _join(rest: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return the nested state with its tensors."""
+    return tree_map_with_path(
+        lambda path, value: tensors[_name(path)] if isinstance(value, str) and value == _TENSOR_MARKER else value, rest
+    )
 
 
-_TENSOR_MARKER = "\x1ftensor"
-
-
-def _join(value: Any, path: tuple[str, ...], tensors: Mapping[str, Tensor]) -> Any:
-    if isinstance(value, str) and value == _TENSOR_MARKER:
-        return tensors[SEPARATOR.join(path)]
-    if isinstance(value, Mapping):
-        return {key: _join(item, (*path, str(key)), tensors) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_join(item, (*path, str(i)), tensors) for i, item in enumerate(value)]
-    return value
+def _name(path: tuple[Any, ...]) -> str:
+    return SEPARATOR.join(str(key.key if isinstance(key, MappingKey) else key.idx) for key in path)
 
 
 def _rank() -> int:

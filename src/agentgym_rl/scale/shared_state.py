@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 
@@ -13,9 +12,6 @@ class SharedState:
         self._events: list[dict[str, Any]] = []
         self._last_kinds: dict[str, str] = {}
         self._failures: dict[str, str] = {}
-
-    def pid(self) -> int:
-        return os.getpid()
 
     def failed(self, worker: str, reason: str) -> None:
         self._failures[worker] = reason

@@ -113,14 +113,15 @@ def restore_adapter(model: Any, folder: Path) -> None:
         parameter.copy_(saved[f"base_model.model.{name}"])
 
 
-def require_mergeable(model: Any) -> None:
-    """Raise ConfigError if only one of two layers with shared weights has an adapter, so that `merged` is wrong."""
-    tied = model.get_input_embeddings(), model.get_output_embeddings()
-    if model.config.tie_word_embeddings and any(hasattr(layer, "base_layer") for layer in tied):
-        raise ConfigError(
-            "model.lora.target_modules: with [scale] vLLM gets weights with merged adapters, but this model's head "
-            "shares its weights with the embedding: leave both out, or use engine.kind = 'native'"
-        )
+@torch.no_grad()
+def policy_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of the policy's adapter, named as in peft's files. B is scaled: read them with alpha = rank."""
+    for name, parameter in model.named_parameters():
+        path, found, matrix = name.partition(".lora_")
+        if found and f".{POLICY}" in matrix:
+            is_b = matrix.partition(".")[0].endswith("B")
+            scale = model.get_submodule(path).scaling[POLICY] if is_b else 1.0
+            yield f"base_model.model.{name.replace(f'.{POLICY}', '')}", parameter.detach() * scale
 
 
 @torch.no_grad()

@@ -33,7 +33,7 @@ from agentgym_rl.transport.buckets import (
     Entry,
     WeightsInterrupted,
     padded_bytes,
-    place_in_buckets,
+    send_in_buckets,
     tensor_view,
     wait_for_copies,
 )
@@ -212,7 +212,7 @@ def send_weights(
     even if the group fails, because gathering takes every rank. Returns {group's name: why} if it failed."""
     gathering = iter(named)
     try:
-        _send(gathering, join(member), member, version, bucket_bytes)
+        send_in_buckets(gathering, bucket_bytes, _Sender(join(member), member.senders, version))
     except WeightsInterrupted as error:
         leave()
         for _ in gathering:
@@ -222,19 +222,6 @@ def send_weights(
         leave()
         raise
     return {}
-
-
-def _send(
-    named: Iterable[tuple[str, torch.Tensor]], group: _Group, member: Member, version: int, bucket_bytes: int
-) -> None:
-    sender = _Sender(group, member.senders, version)
-    for entry, tensor, begins in place_in_buckets(named, bucket_bytes):
-        if begins:
-            sender.flush()
-            sender.reserve(max(bucket_bytes, padded_bytes(tensor)))
-        sender.write(tensor, entry)
-    sender.flush()
-    sender.end()
 
 
 class _Sender:

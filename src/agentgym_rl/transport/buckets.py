@@ -8,7 +8,7 @@ transfer fails, the engine has no version until it has loaded a complete one.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -42,6 +42,17 @@ def place_in_buckets(named: Iterable[tuple[str, Tensor]], max_bytes: int) -> Ite
         start = 0 if end is None or begins else end
         yield (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start), tensor, begins
         end = start + padded_bytes(tensor)
+
+
+def send_in_buckets(named: Iterable[tuple[str, Tensor]], bucket_bytes: int, sender: Any) -> None:
+    """Send all tensors through the buffer of a `sender`, of `bucket_bytes` or of the largest tensor's size."""
+    for entry, tensor, begins in place_in_buckets(named, bucket_bytes):
+        if begins:
+            sender.flush()
+            sender.reserve(max(bucket_bytes, padded_bytes(tensor)))
+        sender.write(tensor, entry)
+    sender.flush()
+    sender.end()
 
 
 def tensor_view(memory: Tensor, entry: Entry) -> Tensor:

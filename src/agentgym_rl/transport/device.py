@@ -33,7 +33,7 @@ import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from agentgym_rl.errors import EngineError
-from agentgym_rl.transport.buckets import Entry, padded_bytes, place_in_buckets, tensor_view, wait_for_copies
+from agentgym_rl.transport.buckets import Entry, send_in_buckets, tensor_view, wait_for_copies
 
 DEVICE_WEIGHTS_VARIABLE = "AGENTGYM_RL_DEVICE_WEIGHTS"
 """Environment variable of the driver: `never`, or `always`, which includes CPUs and is meant for tests."""
@@ -282,26 +282,31 @@ class WeightSender:
         self._connections: dict[str, Connection] = {}
         self._buffer: DeviceBuffer | HostBuffer | None = None
         self._handles: dict[str, Any] = {}
+        self._entries: list[Entry] = []
         for endpoint in endpoints:
             self._try(endpoint.name, partial(self._connect, endpoint))
         self._send(dict.fromkeys(self._connections, ("version", version)))
 
     def reserve(self, size: int) -> None:
         """Grow the shared buffer. Call only after every engine has copied it."""
-        if self._buffer is None or len(self._buffer.bytes) < size:
+        if self._connections and (self._buffer is None or len(self._buffer.bytes) < size):
             self._release_buffer()
             buffer = self._buffer = DeviceBuffer(size) if torch.cuda.is_initialized() else HostBuffer(size)
             self._handles = {name: buffer.share() for name in self._connections}
             self._send({name: ("buffer", handle) for name, handle in self._handles.items()})
 
     def write(self, tensor: torch.Tensor, entry: Entry) -> None:
-        assert self._buffer is not None
-        tensor_view(self._buffer.bytes, entry).copy_(tensor.detach(), non_blocking=True)
+        if self._connections:
+            assert self._buffer is not None
+            tensor_view(self._buffer.bytes, entry).copy_(tensor.detach(), non_blocking=True)
+            self._entries.append(entry)
 
-    def flush(self, entries: list[Entry]) -> None:
-        """Return after every engine has copied these tensors of the buffer."""
-        wait_for_copies()
-        self._send(dict.fromkeys(self._connections, ("copy", entries)))
+    def flush(self) -> None:
+        """Return after every engine has copied the tensors in the buffer."""
+        if self._entries:
+            wait_for_copies()
+            self._send(dict.fromkeys(self._connections, ("copy", self._entries)))
+            self._entries = []
 
     def end(self) -> None:
         """Tell the engines that they have all tensors."""
@@ -315,10 +320,6 @@ class WeightSender:
         if self._buffer is not None:
             self._buffer.close()
         self._buffer = None
-
-    def __bool__(self) -> bool:
-        """Return whether an engine is still connected."""
-        return bool(self._connections)
 
     def _release_buffer(self) -> None:
         self._send(dict.fromkeys(self._connections, ("buffer", None)))
@@ -360,24 +361,11 @@ class WeightSender:
 def send_weights(
     named: Iterable[tuple[str, torch.Tensor]], version: int, endpoints: Sequence[Endpoint], bucket_bytes: int
 ) -> dict[str, str]:
-    """Send all tensors through a buffer of `bucket_bytes`, or of the largest tensor's size. Every tensor is gathered
-    even if no engine is left. Returns {endpoint's name: why} of the engines that did not get them."""
+    """Send all tensors in buckets. Every tensor is gathered even if no engine is left. Returns {endpoint's name: why}
+    of the engines that did not get them."""
     sender = WeightSender(endpoints, version)
     try:
-        entries: list[Entry] = []
-        for entry, tensor, begins in place_in_buckets(named, bucket_bytes):
-            if not sender:
-                continue
-            if begins:
-                if entries:
-                    sender.flush(entries)
-                entries = []
-                sender.reserve(max(bucket_bytes, padded_bytes(tensor)))
-            sender.write(tensor, entry)
-            entries.append(entry)
-        if entries:
-            sender.flush(entries)
-        sender.end()
+        send_in_buckets(named, bucket_bytes, sender)
     finally:
         sender.close()
     return sender.failed

@@ -49,8 +49,8 @@ class EngineAdapter(Protocol):
         """Load these weights; no token is sampled until they are complete. A `probe` holds the learner's
         log-probabilities to check the engine against. Raises WeightsInterrupted if the transfer can be tried again."""
 
-    async def open_endpoint(self) -> Any:
-        """Wake the engine if needed and prepare to `load` weights from a learner on the same device."""
+    async def open_endpoints(self) -> list[Any]:
+        """Wake the engine if needed and prepare to `load` weights from learners on the same devices, one each."""
 
     async def sleep(self) -> None:
         """Free device memory that is not needed until `wake` or `load`."""

@@ -43,8 +43,8 @@ class NativeAdapter:
             raise
         await self.engine.update_weights(None, version)
 
-    async def open_endpoint(self) -> Endpoint:
-        return open_endpoint()
+    async def open_endpoints(self) -> list[Endpoint]:
+        return [open_endpoint()]
 
     async def sleep(self) -> None:
         await self.engine.sleep()

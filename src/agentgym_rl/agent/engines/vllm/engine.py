@@ -24,7 +24,8 @@ from agentgym_rl.types import Completion, Sampling
 
 Source = str | Path | Mapping[str, Any] | DeviceWeights | BroadcastWeights
 """Weights: a Hugging Face folder, a peft adapter's folder, a state dict of this process, a transfer on the device to
-the endpoint of `open_endpoint()`, or a broadcast."""
+the endpoints of `open_endpoints()`, or a broadcast. The last three may also be tensors of an adapter, named as by peft
+and to be read with alpha = rank."""
 BUCKET_BYTES = 256 << 20
 """Size of the buckets in which a state dict of this process is sent."""
 POLL_INTERVAL_S = 1.0
@@ -164,12 +165,12 @@ class VllmEngine:
                 raise EngineError(f"vLLM could not load weights {version}: {_one_line(error)}") from error
             self._ready.set()
 
-    async def open_endpoint(self) -> Endpoint:
-        """Return an endpoint for one transfer from another process on the same device. Pass it to
-        `transport.device.send_weights` there, and to `update_weights` as DeviceWeights."""
+    async def open_endpoints(self) -> list[Endpoint]:
+        """Return an endpoint of each device for one transfer from another process on that device. Pass them to
+        `transport.device.send_weights` there, and the first to `update_weights` as DeviceWeights."""
         async with self._lock:
             await self._wait_until_open()
-            return await self._or_fail_if_died(self._open_endpoint())
+            return await self._or_fail_if_died(self._open_endpoints())
 
     def stats(self) -> dict[str, int]:
         """Return the counters since the last reset. Reused prompt tokens were already in the cache."""
@@ -236,32 +237,32 @@ class VllmEngine:
     async def _load(self, source: Source, version: int) -> None:
         if isinstance(source, (DeviceWeights, BroadcastWeights)):
             await self._drop_adapter()
-            reasons = await self._llm.collective_rpc("agentgym_load_tensors", args=(pickle.dumps(source),))
-            if reason := next(filter(None, reasons), ""):
+            message, adapter_id = pickle.dumps(source), version + 1  # vLLM counts adapters from 1
+            results = await self._llm.collective_rpc("agentgym_load_tensors", args=(message, adapter_id))
+            if reason := next((reason for reason, _ in results if reason), ""):
                 raise WeightsInterrupted(f"weights {version} are incomplete: {reason}")
+            if results[0][1]:
+                self._adapter = _adapter_request(version, "sent by the learner")
         elif isinstance(source, Mapping):
-            endpoint = await self._open_endpoint()
-            arguments = (source.items(), version, [endpoint], BUCKET_BYTES)
+            endpoints = await self._open_endpoints()
+            arguments = (source.items(), version, endpoints, BUCKET_BYTES)
             sending = asyncio.create_task(asyncio.to_thread(send_weights, *arguments))
-            await self._load(DeviceWeights(endpoint, version), version)
+            await self._load(DeviceWeights(endpoints[0], version), version)
             if failed := await sending:
-                raise EngineError(f"vLLM did not get weights {version}: {failed[endpoint.name]}")
+                raise EngineError(f"vLLM did not get weights {version}: {next(iter(failed.values()))}")
         elif (Path(source) / "adapter_config.json").is_file():
             await self._add_adapter(Path(source), version)
         else:
             await self._drop_adapter()
             await self._llm.collective_rpc("agentgym_load_folder", args=(str(source),))
 
-    async def _open_endpoint(self) -> Endpoint:
-        (endpoint,) = await self._llm.collective_rpc("agentgym_open_endpoint")
-        return Endpoint(*endpoint)
+    async def _open_endpoints(self) -> list[Endpoint]:
+        return [Endpoint(*fields) for fields in await self._llm.collective_rpc("agentgym_open_endpoint")]
 
     async def _add_adapter(self, folder: Path, version: int) -> None:
-        from vllm.lora.request import LoRARequest
-
         if not self._arguments.get("enable_lora"):
             raise EngineError(f"{folder} holds an adapter, but the engine has no memory for one: set lora_rank")
-        adapter = LoRARequest(f"weights-{version}", version + 1, str(folder))  # vLLM counts from 1
+        adapter = _adapter_request(version, str(folder))
         await self._drop_adapter()
         if not await self._llm.add_lora(adapter):
             raise EngineError(f"vLLM did not load the adapter in {folder}")
@@ -330,6 +331,12 @@ class VllmEngine:
         except Exception:
             pass  # the processes are ended next in any case
         llm.shutdown()
+
+
+def _adapter_request(version: int, folder: str) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(f"weights-{version}", version + 1, folder)  # vLLM counts from 1
 
 
 def _one_line(error: BaseException) -> str:

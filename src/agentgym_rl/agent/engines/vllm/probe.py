@@ -8,7 +8,7 @@ packed copies: a head tied to the embedding may keep its old values. Then log-pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,11 +22,10 @@ PROBE_TOKENS = 48
 WATCHED = ("embed_tokens.weight", "lm_head.weight", "o_proj.weight", "down_proj.weight", "norm.weight")
 """Suffixes of names that vLLM's models and the learner's share; vLLM fuses the others. The first, a middle and the last
 tensor of each are compared."""
+WATCHED_ADAPTERS = tuple(f"{layer}.lora_{matrix}.weight" for layer in ("o_proj", "down_proj") for matrix in "AB")
+"""The same of adapters. Adapters of other layers are fused with their neighbours, or checked by log-probabilities."""
 CHUNK = 1 << 22
 """Numbers summed at once, which needs a hundred megabytes on a device that is nearly full."""
-
-Merge = Callable[[Iterable[tuple[str, torch.Tensor]]], Iterable[tuple[str, torch.Tensor]]]
-"""(name, frozen weights) of a model with adapters -> (name, merged weights)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ class Probe:
     """Log-probability of every token but the first, at temperature 1."""
     tolerance: float = TOLERANCE[torch.float32]
     checksums: dict[str, str] = field(default_factory=dict)
-    """Checksums of some tensors in the engine's type. Empty if the engine merges adapters itself."""
+    """Checksums of some tensors in the engine's type. Empty if a server is given adapters."""
     shapes: dict[str, list[int]] = field(default_factory=dict)
 
     def check_checksums(self, workers: Sequence[Mapping[str, str]], version: int) -> None:
@@ -75,17 +74,17 @@ def probe_model(
     engine_dtype: torch.dtype | None = None,
     token_ids: Sequence[int] | None = None,
     sent_dtype: torch.dtype | None = None,
-    merge: Merge | None = None,
+    adapter: Iterable[tuple[str, torch.Tensor]] = (),
 ) -> Probe:
     """Return a probe: tokens from all over the vocabulary with the model's scores, and checksums of some tensors. They
-    are rounded to `sent_dtype` and then `engine_dtype` (default: the model's type). `merge` gives the weights that a
-    model with adapters sends."""
+    are rounded to `sent_dtype` and then `engine_dtype` (default: the model's type). `adapter`: the tensors that are
+    sent instead of the weights, not rounded; without it, weights of a model with adapters are not compared."""
     _require_exact_frequencies(model)
     weight = model.get_input_embeddings().weight
     checksums, shapes = {}, {}
-    for name, tensor in _watched(model, merge):
-        sent = tensor.to(sent_dtype or tensor.dtype)
-        checksums[name], shapes[name] = checksum(sent.to(engine_dtype or sent.dtype)), list(sent.shape)
+    for name, tensor in _watched(model, dict(adapter)):
+        sent = tensor if "lora_" in name else tensor.to(sent_dtype or tensor.dtype)
+        checksums[name], shapes[name] = checksum(sent.to(engine_dtype or weight.dtype)), list(sent.shape)
     if token_ids is None:
         vocabulary = min(weight.shape[0], model.config.vocab_size)
         token_ids = [(7 + 7919 * n) % vocabulary for n in range(PROBE_TOKENS)]
@@ -104,11 +103,19 @@ def probe_model(
 @torch.no_grad()
 def parameter_checksums(model: Any, shapes: Mapping[str, Sequence[int]], *, split: bool = False) -> dict[str, str]:
     """Return checksums of an engine model's parameters with these names, without padding rows. Packed parameters are
-    left out, and if the model is `split` over devices, so are those that are sharded."""
+    left out, and if the model is `split` over devices, so are those that are sharded. Adapters are those of the first
+    slot, whose rank is padded."""
     parameters = {name.replace(".base_layer", ""): parameter for name, parameter in model.named_parameters()}
+    for name, module in model.named_modules():
+        for letter in "AB":
+            stacked = getattr(module, f"lora_{letter.lower()}_stacked", None)
+            if isinstance(stacked, tuple) and len(stacked) == 1:  # vLLM fuses several
+                parameters[f"{name}.lora_{letter}.weight"] = stacked[0][0, 0]
     checksums = {}
     for name, (rows, *columns) in shapes.items():
         tensor = parameters.get(name)
+        if tensor is not None and name.endswith(".lora_B.weight"):
+            tensor = tensor[:, : columns[0]]
         if split and any(getattr(tensor, side, None) is not None for side in ("input_dim", "output_dim")):
             continue  # vLLM marks sharded parameters with these attributes
         if tensor is not None and list(tensor.shape[1:]) == columns and tensor.dim() and tensor.shape[0] >= rows:
@@ -140,14 +147,14 @@ def _require_exact_frequencies(model: Any) -> None:
             )
 
 
-def _watched(model: Any, merge: Merge | None) -> Iterator[tuple[str, torch.Tensor]]:
+def _watched(model: Any, adapter: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, whole tensor) of the compared tensors. Every rank of a sharded model must read all."""
-    parameters = {name: p for name, p in model.named_parameters() if "lora_" not in name}
-    if merge is None and len(parameters) < len(list(model.named_parameters())):
+    named = {name.replace(".base_layer", ""): p for name, p in model.named_parameters() if "lora_" not in name}
+    if not adapter and len(named) < len(list(model.named_parameters())):
         return
-    for end in WATCHED:
-        names = [name for name in parameters if name.replace(".base_layer", "").endswith(end)]
+    named |= {name.removeprefix("base_model.model."): tensor for name, tensor in adapter.items()}
+    for end in WATCHED + WATCHED_ADAPTERS:
+        names = [name for name in named if name.endswith(end)]
         for name in dict.fromkeys(names[i] for i in (0, len(names) // 2, -1) if names):
-            tensor = parameters[name].detach()
-            whole = [(name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor)]
-            yield from whole if merge is None else merge(whole)
+            tensor = named[name].detach()
+            yield name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
