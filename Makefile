@@ -18,8 +18,9 @@ test: $(FULL) browser
 
 # Files go to the workers in the order of tests/conftest.py, the longest first; else those of most tests would be first.
 # Many tests wait for processes that they start, so there are more workers than cores.
+# Without cached bytecode, every worker would compile all test files again.
 test-quick: $(FULL) browser
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 5 --dist loadfile --no-loadscope-reorder -m "not long" $(ARGS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 5 --dist loadfile --no-loadscope-reorder -m "not long" $(ARGS)
 
 # What takes too long for `make test`: algorithms that learn, and faults on a cluster that `make faults` does not have.
 test-long: $(FULL)

@@ -483,7 +483,44 @@ def details(page: Page) -> None:
     )
 
 
-CHECKS = (claim_a, claim_b, conditions, claim_c, ablations, details)
+def real_model(page: Page) -> None:
+    """Check the table and the sentences about the first 1.5B run."""
+    records = load("qwen-first")
+    agents = {r["arm"]: r for r in records if "outcomes" in r}
+    for arm, title, bold in (
+        ("base", "base", ""),
+        ("random play", "random valid actions", ""),
+        ("staged", "**RL, ScalingInter**", "**"),
+    ):
+        outcomes = agents[arm]["outcomes"]["30"]
+        rates = [mean(map(int, samples)) for samples in outcomes.values()]
+        low, high = wilson(rates, sum(map(len, outcomes.values())))
+        depths = [100 * cell["success"]["value"] for cell in agents[arm]["results"][-1]["tasks"].values()]
+        row = f"| {title} | {bold}#% (#–#){bold} | #% | #% | #% | #% |"
+        page.expect(row, points(rates), 100 * low, 100 * high, *depths)
+    ends = [points(item_rates(agents[arm], 30).values()) for arm in ("base", "staged", "random play")]
+    page.expect(
+        "RL alone: # → #% on the suite's TextCraft items (one run; the paper's RL-3B has 75%; random valid actions #%)",
+        *ends,
+    )
+    (run,) = (r for r in records if "curves" in r)
+    curves = {name: [v for v in values if v is not None] for name, values in run["curves"].items()}
+    page.expect("# s of training steps and # minutes in all", math.fsum(curves["time/step_s"]), run["seconds"] / 60)
+    page.expect("on one H200; # million sampled tokens", run["sampled_tokens"] / 1e6)
+    last = [points(curves["success/mean"][s["last_step"] - 10 : s["last_step"]]) for s in run["stages"]]
+    page.expect("the last ten steps of each stage: #%, #%, #%", *last)
+    page.expect("#% of its actions in the first ten steps are invalid", points(curves["actions/invalid_rate"][:10]))
+    easy = [
+        (cell["success"]["value"] * cell["episodes"], cell["episodes"])
+        for arm in ("staged", "base")
+        for name, cell in agents[arm]["results"][-1]["tasks"].items()
+        if name.endswith(("Depth 1", "Depth 2"))
+    ]
+    rates = [100 * sum(c for c, _ in half) / sum(n for _, n in half) for half in (easy[:2], easy[2:])]
+    page.expect("Over base on depths 1 and 2: # points", rates[0] - rates[1])
+
+
+CHECKS = (real_model, claim_a, claim_b, conditions, claim_c, ablations, details)
 
 
 def main() -> None:

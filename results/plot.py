@@ -427,6 +427,63 @@ def real_model(task: str, records: list[Record], out: Path) -> list[str]:
     return [*lines, "", "Behaviour in training, by stage:", "", *paper.behaviour_table(records, task)]
 
 
+def first_real_run(records: list[Record], out: Path) -> list[str]:
+    """Draw the training success of the first 1.5B run by step and the held-out success by depth, and return tables."""
+    run = runs_of(records)[0]
+    agents = {arm: r for r in evaluations_of(records) for arm in [r["arm"]]}
+    figure, grid = new_figure(1, 2, 10.5, 3.6)
+    training, depths = grid[0]
+    steps, rates = range(1, run["steps"] + 1), run["curves"]["success/mean"]
+    training.plot(steps, rates, color=FAINT, linewidth=0.8)
+    means = [statistics.fmean(rates[max(0, i - 4) : i + 1]) for i in range(len(rates))]
+    training.plot(steps, means, color=HORIZONS["staged"], linewidth=2)
+    for stage in run["stages"]:
+        training.axvline(stage["first_step"], color=FAINT, linewidth=0.8, linestyle=":")
+        training.text(stage["first_step"] + 2, 1.0, f"{stage['turns']} turns", fontsize=8, color=INK, va="top")
+    training.set_xlabel("step of RL (128 episodes each)", fontsize=9, color=INK)
+    training.set_ylim(0, 1.04)
+    label_y_in_percent(training, "success in training, mean of 5 steps")
+    set_title(training, f"Qwen2.5-Coder-1.5B on TextCraft: {run['seconds'] / 60:.0f} minutes on one GPU")
+    shown = {
+        "base": (FAINT, "before"),
+        RANDOM: ("#a16207", "random valid actions"),
+        "staged": (HORIZONS["staged"], "after"),
+    }
+    for number, (arm, (colour, label)) in enumerate(shown.items()):
+        tasks = agents[arm]["results"][-1]["tasks"]
+        at = [place + 0.27 * (number - 1) for place in range(len(tasks))]
+        heights = [cell["success"]["value"] for cell in tasks.values()]
+        bars = [[cell["success"][end] for cell in tasks.values()] for end in ("low", "high")]
+        error = [
+            [h - low for h, low in zip(heights, bars[0], strict=True)],
+            [high - h for h, high in zip(heights, bars[1], strict=True)],
+        ]
+        depths.bar(
+            at, heights, 0.25, color=colour, label=label, yerr=error, error_kw={"ecolor": INK, "elinewidth": 0.8}
+        )
+        depths.set_xticks(
+            range(len(tasks)), [f"{k.partition('/')[2].lower()}\n{c['items']} items" for k, c in tasks.items()]
+        )
+    label_y_in_percent(depths, "held-out success, 30 turns")
+    set_title(depths, "by depth of the goal, 95% intervals over items")
+    draw_legend(depths, 3)
+    figure.savefig(out / "qwen-textcraft.png")
+    stages = []
+    for stage in run["stages"]:
+        last = rates[stage["last_step"] - 10 : stage["last_step"]]
+        stages.append(
+            f"| {stage['turns']} | {stage['first_step']}–{stage['last_step']} | {statistics.fmean(last):.1%} |"
+        )
+    tables = [
+        *paper.main_table(records),
+        "",
+        *paper.kinds_table(records, "textcraft"),
+        "",
+        *paper.over_base_table(records),
+    ]
+    return [*tables, "", "| turns | steps | success in its last ten steps |", "|---|---|---|", *stages]
+
+
 def real_sizes(records: list[Record], out: Path) -> list[str]:
     return paper.interaction_tables(records)
 
@@ -436,6 +493,7 @@ def collapse_study(records: list[Record], out: Path) -> list[str]:
 
 
 STUDIES: dict[str, tuple[str, Callable[[list[Record], Path], list[str]]]] = {
+    "qwen-first": ("The first run with Qwen2.5-Coder-1.5B", first_real_run),
     **{f"qwen-{task}": (f"{title_of(task)} with Qwen2.5-Coder-1.5B", partial(real_model, task)) for task in paper.QWEN},
     "qwen-interaction": ("Claim C with real models: turns and parameters", real_sizes),
     "collapse": ("Claim B where collapse can happen", collapse_study),

@@ -330,6 +330,20 @@ def qwen_run(task: str, arm: str, seed: int, size: str = "1.5B") -> Job:
     return Job(name=name, arm=arm, task=task, seed=seed, recipe=f"qwen/{task}.toml", arguments=settings)
 
 
+def qwen_first(seeds: list[int] | None) -> list[Job]:
+    """Return the first run of the 1.5B model, on TextCraft. It had 176 of the 210 steps of its recipe."""
+    jobs = [
+        base_on_suite("eval-qwen-base-textcraft", PRETRAINED, "base", "textcraft"),
+        on_suite("eval-random-textcraft-27", "random", RANDOM, "textcraft", 0),
+    ]
+    for seed in seeds if seeds is not None else range(1):
+        name = "qwen-first-textcraft" + (f"-{seed}" if seed else "")
+        run = qwen_run("textcraft", "staged", seed)
+        run = replace(run, name=name, arguments=(*run.arguments, "rl.steps=176"))
+        jobs += [run, on_suite(f"eval-{name}", f"{{{name}}}", run.arm, "textcraft", seed)]
+    return jobs
+
+
 def qwen(task: str, num_seeds: int, seeds: list[int] | None) -> list[Job]:
     """Return the jobs of the paper's table for one task: Qwen2.5-Coder-1.5B-Instruct, base, SFT and four horizons."""
     jobs = [
@@ -584,6 +598,7 @@ STUDIES: dict[str, Callable[[list[int] | None], list[Job]]] = {
     "horizon-smollm2": horizons_of_smollm2,
     "interaction": interaction,
     "ablations": ablations,
+    "qwen-first": qwen_first,
     "qwen-textcraft": partial(qwen, "textcraft", 3),
     "qwen-babyai": partial(qwen, "babyai", 3),
     "qwen-searchqa": partial(qwen, "searchqa", 3),

@@ -32,6 +32,28 @@ def chromium() -> Iterator[Browser]:
         browser.close()
 
 
+@contextlib.contextmanager
+def emptied(tab: Page, url: str) -> Iterator[list[str]]:
+    """Yield the list of errors that the tab will have, then reset the tab. A new context takes more than a second."""
+    errors: list[str] = []
+    viewport = tab.viewport_size
+
+    def add(error: object) -> None:
+        errors.append(f"{error}")
+
+    tab.on("pageerror", add)
+    yield errors
+    tab.remove_listener("pageerror", add)
+    tab.unroute_all()
+    tab.goto("about:blank")
+    tab.mouse.move(0, 0)
+    if viewport:
+        tab.set_viewport_size(viewport)
+    session = tab.context.new_cdp_session(tab)
+    session.send("Storage.clearDataForOrigin", {"origin": url.rstrip("/"), "storageTypes": "all"})
+    session.detach()
+
+
 def go(page: Page, address: str) -> None:
     """Open an address of the viewer and wait until its page has replaced the previous one."""
     page.evaluate("document.querySelectorAll('main > .page').forEach((old) => old.setAttribute('data-left', ''))")

@@ -90,6 +90,12 @@ async def two_turns(model: Any) -> None:
     await asyncio.gather(*(play(index) for index in range(3)))
 
 
+async def short_reply() -> None:
+    model = make("llama", num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=32)
+    completion = await captured(model, 1, 64).generate(prompt(3), Sampling(2, seed=1), "a")
+    assert gap(model, prompt(3), completion) < 1e-4
+
+
 async def llama() -> None:
     await two_turns(make("llama", num_attention_heads=4, num_key_value_heads=2, head_dim=32, attention_bias=True))
 
@@ -301,6 +307,7 @@ async def logits() -> None:
 CHECKS = {
     check.__name__: check
     for check in (
+        short_reply,
         llama,
         qwen3,
         wide,

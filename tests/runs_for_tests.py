@@ -15,7 +15,8 @@ import torch
 from processes_for_tests import CONTEXT
 from safetensors.torch import load_file
 
-from agentgym_rl.config import Config
+from agentgym_rl.commands.train import train
+from agentgym_rl.config import Config, load_config
 from agentgym_rl.run.console import Console
 from agentgym_rl.run.context import RunContext
 from agentgym_rl.run.items import Items
@@ -77,6 +78,12 @@ every = 2
 every = 2
 keep = 2
 """
+TWO_STEPS = [
+    *("model.dtype=float32", "model.chat_template=chatml", "threads=1", "agent.concurrency=4"),
+    *("agent.max_new_tokens=16", "agent.max_context=16384", "eval.episodes=2", "eval.max_turns=2", "eval.every=0"),
+    *("rl.steps=2", "rl.groups_per_step=2", "rl.group_size=2", "horizon.kind=fixed", "horizon.turns=[2]"),
+]
+"""Overrides of a recipe for `train_two_steps`."""
 CLOCK = ("time", "tokens/sampled_per_s", "system/")
 """Names and name prefixes of metrics that depend on wall time or on the machine."""
 
@@ -207,3 +214,14 @@ def context_of(
             stop=Stop(),
             started=time.monotonic(),
         )
+
+
+async def train_two_steps(recipe: Path, model: Path, run: Path, *overrides: str) -> list[dict[str, Any]]:
+    """Train two short steps by a recipe with a tiny model; return their metrics. No episode may fail."""
+    config = load_config(recipe, [*TWO_STEPS, f"model.path={model}", *overrides])
+    summary = await train(config, run)
+    rows = read_metrics(run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(row["episodes/error"] == 0 and row["turns/mean"] > 1 for row in rows)
+    assert summary["after"]["episodes"] == 2
+    return rows

@@ -5,10 +5,6 @@ import agentgym_rl as ag
 summary = ag.train("quickstart", {"rl.steps": 20})
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -43,16 +39,21 @@ __all__ = [
     "train",
 ]
 
+TYPE_CHECKING = False  # type checkers know the name; `typing` would load two dozen modules
 if TYPE_CHECKING:
     from agentgym_rl.api import evaluate, load_model, load_recipe, load_trajectories, make_env, play, train
     from agentgym_rl.environment.base import TextEnv
     from agentgym_rl.errors import AgentGymError, ConfigError, EngineError, EnvError
     from agentgym_rl.types import Group, Limits, Message, Step, StopReason, Task, Trajectory
+else:
+
+    def __getattr__(name: str) -> object:
+        if name not in _HOMES:
+            raise AttributeError(f"module 'agentgym_rl' has no attribute {name!r}")
+        from importlib import import_module
+
+        return getattr(import_module(_HOMES[name]), name)
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'agentgym_rl' has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(_HOMES[name]), name)
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

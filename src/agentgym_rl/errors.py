@@ -53,6 +53,11 @@ class WorkerLost(AgentGymError):
     """A process died that the run needs."""
 
 
+def describe_error(error: BaseException) -> str:
+    """Return the type and the message of an exception as one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
 def did_you_mean(given: str, known: Iterable[str]) -> str:
     """Return `; did you mean 'x'?` for the most similar known name, or an empty string."""
     names = {name.lower(): name for name in known}

@@ -1,4 +1,6 @@
-"""Real runs of tiny models, each driven into a collapse that the doctor must name, and a healthy run."""
+"""Real runs of tiny models, each driven into a collapse that the doctor must name, and a healthy run.
+
+`make test` has a few of them; tests/unit/test_doctor.py checks every rule on written metrics."""
 
 from __future__ import annotations
 
@@ -125,6 +127,7 @@ class Distant(Counting):
         return step
 
 
+@pytest.mark.long
 async def test_a_horizon_that_is_too_short_is_named(tmp_path: Path) -> None:
     assert "horizon_truncation" in rules_of(await drive(tmp_path, Distant, steps=22, turns=1))
 
@@ -148,33 +151,39 @@ def digits(*counts: int) -> Callable[[str], list[str]]:
     return lambda asked: [" ".join(["7"] * count) for count in counts]
 
 
+@pytest.mark.long
 async def test_a_reward_for_length_is_named_length_runaway(tmp_path: Path) -> None:
     env = paying(pays=lambda replies, asked: len(replies[-1].split()) / 10, choices=digits(1, 1, 1, 2, 3, 9))
     doctor = await drive(tmp_path, env, turns=1, steps=16, agent__max_new_tokens=40, rl__optimizer={"lr": 1e-3})
     assert "length_runaway" in rules_of(doctor)
 
 
+@pytest.mark.long
 async def test_a_reward_for_brevity_is_named_length_collapse(tmp_path: Path) -> None:
     env = paying(pays=lambda replies, asked: 1 / len(replies[-1].split() or ["none"]), choices=digits(2, 20, 22, 24))
     doctor = await drive(tmp_path, env, turns=1, steps=15, agent__max_new_tokens=30)
     assert "length_collapse" in rules_of(doctor)
 
 
+@pytest.mark.long
 async def test_a_reward_for_repetition_is_named_repeated_actions(tmp_path: Path) -> None:
     env = paying(pays=lambda replies, asked: float(len(replies) > 1 and replies[-1] == replies[-2]))
     doctor = await drive(tmp_path, env, turns=3, rl__optimizer={"lr": 1e-2})
     assert "repeated_actions" in rules_of(doctor)
 
 
+@pytest.mark.long
 async def test_a_reward_for_invalid_actions_is_named(tmp_path: Path) -> None:
     env = paying(pays=lambda replies, asked: float(replies[-1] == "grey"), valid=lambda reply: reply != "grey")
     assert "invalid_actions" in rules_of(await drive(tmp_path, env, rl__optimizer={"lr": 1e-2}))
 
 
+@pytest.mark.long
 async def test_a_huge_learning_rate_is_named_entropy_collapse(tmp_path: Path) -> None:
     assert "entropy_collapse" in rules_of(await drive(tmp_path, rl__optimizer={"lr": 0.1}))
 
 
+@pytest.mark.long
 async def test_episodes_that_repeat_each_other_are_named_echo_trap(tmp_path: Path) -> None:
     """Updates that are too large make all episodes of a group alike, and their rewards with them."""
     doctor = await drive(tmp_path, rl__optimizer={"lr": 0.1}, turns=4)
@@ -186,12 +195,14 @@ async def test_episodes_that_repeat_each_other_are_named_echo_trap(tmp_path: Pat
         assert rows[-1][name] < rows[0][name] / 3
 
 
+@pytest.mark.long
 async def test_a_huge_entropy_bonus_is_named_entropy_explosion_and_kl_runaway(tmp_path: Path) -> None:
     env = paying(pays=lambda replies, asked: 0.0)
     doctor = await drive(tmp_path, env, steps=20, rl__entropy_coef=1.0, rl__kl_coef=1e-9, rl__zero_variance="keep")
     assert {"entropy_explosion", "kl_runaway"} <= rules_of(doctor)
 
 
+@pytest.mark.long
 async def test_many_large_updates_on_the_same_samples_are_named_clipping(tmp_path: Path) -> None:
     luck = random.Random(0)
     env = paying(pays=lambda replies, asked: luck.random())
@@ -201,6 +212,7 @@ async def test_many_large_updates_on_the_same_samples_are_named_clipping(tmp_pat
     assert "clipping" in rules_of(doctor)
 
 
+@pytest.mark.long
 async def test_a_jump_in_rewards_is_named_gradient_spikes(tmp_path: Path) -> None:
     env = paying(pays=lambda replies, asked: (1e4 if env.num_created > 300 else 1.0) * (replies[-1] == asked))
     doctor = await drive(tmp_path, env, turns=1, rl__normalize_std=False, rl__optimizer={"lr": 1e-5})
@@ -224,6 +236,7 @@ class FailsLater(Counting):
         return step
 
 
+@pytest.mark.long
 async def test_lost_success_is_named_success_collapse(tmp_path: Path) -> None:
     assert "success_collapse" in rules_of(await drive(tmp_path, FailsLater, turns=6, steps=16))
 

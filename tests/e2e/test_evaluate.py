@@ -645,6 +645,13 @@ async def test_an_invalid_agent_is_reported(agent: AgentOptions | str, words: st
     assert not (tmp_path / "out").exists()
 
 
+async def test_a_misspelled_run_is_corrected(tmp_path: Path) -> None:
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "config.toml").touch()
+    with pytest.raises(ConfigError, match=r"did you mean '.*/first'\?$"):
+        await run(tmp_path, str(tmp_path / "frist"))
+
+
 async def test_the_report_fits_a_narrow_terminal(tmp_path: Path) -> None:
     from rich.console import Console as RichConsole
 

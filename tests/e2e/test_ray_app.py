@@ -348,11 +348,7 @@ async def test_a_call_to_a_dead_shared_state_ends_the_run(tmp_path: Path) -> Non
         (tmp_path / "group").touch()
         assert (await app.play(tmp_path / "group", 1))[0][0]
         os.kill(await app.state.__ray_call__.remote(lambda _: os.getpid()), signal.SIGKILL)
-        for call in (
-            app.weights.publish(1),
-            app.play(tmp_path / "group", 1),
-            app.events(),
-        ):
+        for call in (app.play(tmp_path / "group", 1), app.events()):
             with pytest.raises(
                 WorkerLost,
                 match=r"^the actor that tells engines of new weights died: run the same command with --resume$",

@@ -288,6 +288,7 @@ def test_a_run_survives_a_full_disk_and_writes_its_data_later(small_disk: Path) 
     assert json.loads((small_disk / "status.json").read_text())["state"] == "finished"
 
 
+@pytest.mark.long
 def test_no_space_for_the_first_checkpoint_is_one_line(small_disk: Path) -> None:
     run = ForkedCommand(small_disk)
     run.until(lambda: (small_disk / "status.json").exists())

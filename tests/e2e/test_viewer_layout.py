@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import tomli_w
-from browser_for_tests import WAIT_MS, chromium, go, until
+from browser_for_tests import WAIT_MS, chromium, emptied, go, until
 from envs_for_tests import Counting
 from playwright.sync_api import Browser, Locator, Page, Route, expect
 from servers_for_tests import server_in_thread
@@ -72,16 +72,18 @@ def url(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield address
 
 
+@pytest.fixture(scope="module")
+def tab(browser: Browser) -> Iterator[Page]:
+    with browser.new_context(viewport={"width": 1400, "height": 860}) as context:
+        context.set_default_timeout(WAIT_MS)
+        yield context.new_page()
+
+
 @pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:
-    context = browser.new_context(viewport={"width": 1400, "height": 860})
-    context.set_default_timeout(WAIT_MS)
-    tab = context.new_page()
-    problems: list[str] = []
-    tab.on("pageerror", lambda error: problems.append(f"{error}"))
-    yield tab
-    context.close()
-    assert not problems
+def page(tab: Page, url: str) -> Iterator[Page]:
+    with emptied(tab, url) as errors:
+        yield tab
+    assert errors == []
 
 
 def hidden_part(locator: Locator) -> list[float]:

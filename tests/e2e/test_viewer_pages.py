@@ -11,8 +11,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from browser_for_tests import WAIT_MS, chromium, go, still_box, until
-from playwright.sync_api import Browser, Page, Route, expect
+from browser_for_tests import WAIT_MS, chromium, emptied, go, still_box, until
+from playwright.sync_api import Browser, ConsoleMessage, Page, Route, expect
 from viewer_for_tests import (
     GROUP_SIZE,
     GROUPS,
@@ -62,17 +62,26 @@ def url(library: Library) -> Iterator[str]:
         yield address
 
 
+@pytest.fixture(scope="module")
+def tab(browser: Browser) -> Iterator[Page]:
+    with browser.new_context(viewport={"width": 1280, "height": 860}) as context:
+        context.set_default_timeout(WAIT_MS)
+        yield context.new_page()
+
+
 @pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:
-    context = browser.new_context(viewport={"width": 1280, "height": 860})
-    context.set_default_timeout(WAIT_MS)
-    tab = context.new_page()
-    problems: list[str] = []
-    tab.on("pageerror", lambda error: problems.append(f"{error}"))
-    tab.on("console", lambda line: problems.append(line.text) if "Content Security Policy" in line.text else None)
-    yield tab
-    context.close()
-    assert not problems
+def page(tab: Page, url: str) -> Iterator[Page]:
+    violations: list[str] = []
+
+    def read(line: ConsoleMessage) -> None:
+        if "Content Security Policy" in line.text:
+            violations.append(line.text)
+
+    with emptied(tab, url) as errors:
+        tab.on("console", read)
+        yield tab
+        tab.remove_listener("console", read)
+    assert errors + violations == []
 
 
 def put(path: Path, content: object) -> None:

@@ -281,16 +281,15 @@ def test_default_port_may_be_given(env: WebArena) -> None:
     assert "outside the sites" in refused(env, "goto [http://shop.test:81/account]")
 
 
-@pytest.mark.parametrize(
-    "url",
-    ["http://example.com/", "https://shop.test/", "javascript:alert(1)", "file:///etc/passwd", "data:text/html,x",
-     "chrome://settings", "http://shop.test@evil.example/", "http://127.0.0.1/", "view-source:http://shop.test/"],
-)  # fmt: skip
-def test_other_addresses_are_not_opened(env: WebArena, url: str) -> None:
+def test_other_addresses_are_not_opened(env: WebArena) -> None:
     env.reset(item_of("to my wish list"))
-    message = refused(env, f"goto [{url}]")
-    assert "outside the sites" in message
-    assert "URL:" not in message
+    for url in (
+        *("http://example.com/", "https://shop.test/", "javascript:alert(1)", "file:///etc/passwd", "data:text/html,x"),
+        *("chrome://settings", "http://shop.test@evil.example/", "http://127.0.0.1/", "view-source:http://shop.test/"),
+    ):
+        message = refused(env, f"goto [{url}]")
+        assert "outside the sites" in message, url
+        assert "URL:" not in message, url
 
 
 def test_submitted_markup_is_shown_as_text(env: WebArena) -> None:

@@ -344,7 +344,10 @@ def test_the_table_has_a_row_per_agent_and_a_column_per_task(tmp_path: Path) -> 
     assert "† own data" in text
     assert "TextCraft: toys; 8 turns allowed." in text
     train_split = evaluated(tmp_path / "train", [plan("TextCraft", "x", range(1), split="train")], {0: WON})
-    assert "TextCraft: toys; the split 'train'; 8 turns allowed." in notes([entry_of(read_evaluation(train_split))])
+    of_one_scenario = notes([entry_of(read_evaluation(train_split))])
+    assert "TextCraft: toys; the split 'train'; 8 turns allowed." in of_one_scenario
+    assert "MOVER" in text
+    assert "MOVER" not in "".join(of_one_scenario), "it has no mean over scenarios"
     assert "‡ published, not measured here" in text
     assert "‡" not in "".join(notes(entries[:2]))
 

@@ -100,10 +100,10 @@ async def test_a_listed_environment_passes_the_conformance_suite(name: str) -> N
 
 
 async def test_the_example_recipe_trains_on_frozen_lake(tmp_path: Path) -> None:
-    small = ["rl.steps=1", "rl.groups_per_step=2", "rl.group_size=2", "warm_start.episodes=10", "eval.episodes=2"]
+    small = ["rl.steps=2", "rl.groups_per_step=2", "rl.group_size=2", "warm_start.episodes=10", "eval.episodes=2"]
     config = load_config(ROOT / "examples" / "gymnasium_lake.toml", [*small, "warm_start.sft.epochs=1"])
     summary = await train(config, tmp_path / "run")
-    assert summary["steps"] == 1
+    assert summary["steps"] == 2
 
 
 def test_the_recipes_of_the_guide_are_valid() -> None:

@@ -12,8 +12,9 @@ import pytest
 pytest.importorskip("triton", reason="there is none for this system")
 
 SCRIPT = Path(__file__).parents[1] / "kernels_interpreted.py"
-QUICK = ("llama", "logits")
+QUICK = ("short_reply", "logits")
 LONG = [
+    ("llama",),
     ("drafts", "layers"),
     ("qwen3", "float16"),
     ("wide", "out_of_memory", "slept"),

@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("mcp")
 
 from mcp import Client, StdioServerParameters
+from runs_for_tests import train_two_steps
 from servers_for_tests import asgi_in_thread, problems_over_http, server_in_thread
 
 from agentgym_rl.agent.policy import OraclePolicy
@@ -75,6 +76,16 @@ async def test_an_mcp_environment_passes_the_conformance_suite(
     assert {finding.check for finding in findings} >= {"random play", "determinism", "hostile actions", "oracle"}
     assert [finding for finding in findings if finding.level == "error"] == []
     assert await problems_over_http("notes", catalog.load("mcp:notes", settings(notes_url))) == []
+
+
+async def test_the_example_recipe_trains_on_the_tools_of_its_server(
+    tiny_qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(EXAMPLE.parent)
+    program = f'environments.0.kwargs.command=["{sys.executable}", "mcp_notes.py", "serve"]'
+    few = ["warm_start.episodes=4", "warm_start.sft.epochs=1", "agent.concurrency=2"]
+    await train_two_steps(EXAMPLE.with_suffix(".toml"), tiny_qwen, tmp_path / "run", program, *few)
+    assert "Copy the note" in (tmp_path / "run" / "trajectories" / "step_000002.jsonl").read_text()
 
 
 def test_calls_are_played_and_the_end_is_rewarded(notes_url: str, example: ModuleType) -> None:

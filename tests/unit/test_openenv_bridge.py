@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("websockets")
 
 import httpx
+from runs_for_tests import train_two_steps
 from servers_for_tests import (
     RunningServer,
     asgi_in_thread,
@@ -37,6 +38,8 @@ from agentgym_rl.environment.envs.maze import Maze
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.errors import ConfigError, EnvUnavailable
 from agentgym_rl.types import ToolCall
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "openenv_maze.toml"
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +154,14 @@ def test_observations_are_described_in_words() -> None:
     assert describe_any({"tool_name": "add", "result": None, "error": {"message": "no such tool"}}) == "no such tool"
 
 
+async def test_the_example_recipe_trains_on_our_openenv_server(
+    ours: RunningServer, tiny_qwen: Path, tmp_path: Path
+) -> None:
+    await train_two_steps(EXAMPLE, tiny_qwen, tmp_path / "run", f"environments.0.name=openenv:{ours.url}")
+    assert "You are in a maze" in (tmp_path / "run" / "trajectories" / "step_000002.jsonl").read_text()
+    wait_until(lambda: ours.sessions.num_open == 0)
+
+
 # --- with OpenEnv itself ---------------------------------------------------------------------------------------------
 
 
@@ -199,6 +210,15 @@ def test_the_environment_of_openenv_init_is_played_as_text(template: str) -> Non
     assert "message_length: 5" in step.observation
     assert step.reward > 0
     env.close()
+
+
+@pytest.mark.long
+async def test_the_example_recipe_trains_on_the_environment_of_openenv_init(
+    template: str, tiny_qwen: Path, tmp_path: Path
+) -> None:
+    changes = [f"environments.0.name=openenv:{template}", "agent.concurrency=1"]  # the template has one session
+    rows = await train_two_steps(EXAMPLE, tiny_qwen, tmp_path / "run", *changes)
+    assert all(row["reward/mean"] > 0 for row in rows), "it rewards every message by its length"
 
 
 @pytest.fixture

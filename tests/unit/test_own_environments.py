@@ -21,7 +21,7 @@ from agentgym_rl.commands.play import play
 from agentgym_rl.commands.view import ViewerEnvironments, own_environments
 from agentgym_rl.config import Config, load_config
 from agentgym_rl.environment import catalog
-from agentgym_rl.environment.pool import RemotePool
+from agentgym_rl.environment.pool import LocalPool, RemotePool
 from agentgym_rl.environment.server import load_served
 from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.run.demonstrations import play_demonstrations
@@ -129,8 +129,20 @@ class Nameless:
 
 
 class Failing(Whole):
-    def __init__(self): raise OSError("no database")
-    def subsets_of(self, item): return ()
+    """Nothing but the constructor needs an instance."""
+    def __init__(self): raise OSError("no database\\nat all")
+
+
+class Exiting(Whole):
+    def __init__(self): raise SystemExit(3)
+
+
+class NotClosing(Whole):
+    def close(self): raise OSError("no database")
+
+
+class NotStarting(Whole):
+    def reset(self, item): raise OSError(f"no item\\n{item}")
 
 
 def make(): return Echo()
@@ -176,7 +188,9 @@ WRITTEN = ("echo", "broken", "needy", "exiting", "installed")
         ("echo_for_tests:NoTest", {}, ["splits has no 'test'"]),
         ("echo_for_tests:Listed", {}, ["splits['train'] is [0, 1]", "must be a range"]),
         ("echo_for_tests:Nameless", {}, ["no attribute name", 'name = "my_env"', "and 3 more", "check-env"]),
-        ("echo_for_tests:Failing", {}, ["Failing() raised OSError: no database"]),
+        ("echo_for_tests:Failing", {}, ["Failing() raised OSError: no database at all"]),
+        ("echo_for_tests:Exiting", {}, ["Exiting() raised SystemExit: 3"]),
+        ("echo_for_tests:NotClosing", {}, ["NotClosing.close() raised OSError: no database"]),
     ],
 )
 def test_a_mistake_is_one_clear_line(name: str, kwargs: dict[str, object], words: list[str]) -> None:
@@ -185,6 +199,27 @@ def test_a_mistake_is_one_clear_line(name: str, kwargs: dict[str, object], words
     assert "\n" not in str(error.value)
     for word in words:
         assert word in str(error.value)
+
+
+def test_a_class_that_cannot_be_made_is_not_served() -> None:
+    with pytest.raises(ConfigError, match=r"Failing\(\) raised OSError: no database at all"):
+        load_served(["maze", "echo_for_tests:Failing"], None)
+
+
+def test_an_environment_without_its_browser_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEBARENA_CHROMIUM", "no-such-browser")
+    with pytest.raises(ConfigError, match="WEBARENA_CHROMIUM is 'no-such-browser', not a program"):
+        load_served(["webarena"], None)
+
+
+@pytest.mark.parametrize("cheap", [True, False])
+async def test_an_error_of_an_episode_is_one_line(cheap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    env_class = catalog.load("echo_for_tests:NotStarting")
+    monkeypatch.setattr(env_class, "cheap", cheap)
+    session = await LocalPool({"x": env_class}).open("x")
+    with pytest.raises(EnvError, match=r"x.reset raised OSError: no item 2$"):
+        await session.reset(2)
+    await session.close()
 
 
 def test_a_class_is_loaded_with_its_arguments_bound() -> None:

@@ -66,7 +66,7 @@ def assert_same(found: Any, wanted: Any, tolerance: float = 1e-5) -> None:
     ("size", "name"),
     [
         *(("two", name) for name in ("sft", "dpo", "reward_model", *CASES)),
-        *(("four", name) for name in ("sft", "dpo", "reward_model", *ON_FOUR)),
+        *(pytest.param("four", name, marks=pytest.mark.long) for name in ("sft", "dpo", "reward_model", *ON_FOUR)),
     ],
 )
 def test_ranks_learn_what_one_process_learns(size: str, name: str, expected: Any, request: Any) -> None:
@@ -139,7 +139,10 @@ def load_weights(model: Any, state: dict[str, torch.Tensor]) -> None:
         target.copy_(value)
 
 
-@pytest.mark.parametrize(("writers", "readers"), [("two", 4), ("four", 2), ("four", 1)])
+@pytest.mark.parametrize(
+    ("writers", "readers"),
+    [("two", 1), *(pytest.param(*sizes, marks=pytest.mark.long) for sizes in (("two", 4), ("four", 2), ("four", 1)))],
+)
 def test_a_sharded_checkpoint_loads_at_another_world_size(
     writers: str, readers: int, expected: Any, request: Any, tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import tarfile
 from functools import partial
@@ -23,9 +24,11 @@ from agentgym_rl.scale.process_group import ProcessRanks, whole_state
 from agentgym_rl.scale.shards import load_shards, require_written
 from agentgym_rl.training.device.host_activations import HostActivations
 from agentgym_rl.training.device.optimizer import make_optimizer, moments_on
+from agentgym_rl.training.dpo import Preference
 from agentgym_rl.training.learner import Imitator
 from agentgym_rl.training.meta import fill, make_empty
 from agentgym_rl.training.model import load_model
+from agentgym_rl.training.offline_settings import RewardModelSettings
 from agentgym_rl.training.ranks import SINGLE_PROCESS, EmptyFirst, Ranks
 from agentgym_rl.training.scratch import build_tokenizer
 from agentgym_rl.training.settings import OptimizerSettings, SFTSettings
@@ -82,7 +85,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder / name for name in ("untied", "tied")}
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_every_way_to_hold_a_model_learns_what_one_process_learns(
     size: int, models: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -218,6 +221,43 @@ def learned_with_critic(ranks: Ranks, folder: Path, source: Path) -> dict[str, b
 
 def test_the_critic_of_ranks_starts_as_a_copy_of_the_policy(models: dict[str, Path], tmp_path: Path) -> None:
     assert set(on_ranks(2, partial(learned_with_critic, source=models["untied"]), tmp_path).values()) == {True}
+
+
+def reward_models(ranks: Ranks, folder: Path, sources: dict[str, Path]) -> dict[str, bool]:
+    """Return whether reward models on ranks train the loaded model, and whether they are resumed as they were saved."""
+    found = {}
+    settings = RewardModelSettings(batch_size=2, epochs=2, optimizer=OptimizerSettings(lr=1e-2), sample_groups=1)
+    samples = [Sample([1, 2, 3, 4 + i], [False, True, True, True], trajectory_id=str(i)) for i in range(4)]
+    pairs = [Preference(a, b, 0.0, 0.0) for a, b in itertools.pairwise(samples)]
+    for kind in ("tied", "untied"):
+        made, again = (rank_of(ranks, sources[kind], "float32") for _ in range(2))
+        made.load(str(sources[kind]))
+        loaded = dict(made.whole_state())
+        made.make_trainer(pairs, settings, 0)
+        found[f"{kind}: starts as loaded"] = same(loaded, dict(made.whole_state()))
+        for _ in range(3):
+            made.step()
+        found[f"{kind}: moves"] = not same(loaded, dict(made.whole_state()))
+        (folder / kind).mkdir(exist_ok=True)
+        made.save(str(folder / kind))
+        made.finish_saving()
+        again.load(str(folder / kind / "model"))
+        again.make_trainer(pairs, settings, 0)
+        again.restore(str(folder / kind), None)
+        found[f"{kind}: resumes"] = same(dict(made.whole_state()), dict(again.whole_state()))
+        found[f"{kind}: scores"] = made.scores(samples) == again.scores(samples) != [0.0] * 4
+    return found
+
+
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def test_a_reward_model_on_ranks_starts_from_a_sharded_model_and_resumes(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    found = on_ranks(2, partial(reward_models, sources=models), tmp_path)
+    assert [name for name, holds in found.items() if not holds] == []
 
 
 def old_checkpoint(folder: Path) -> Path:

@@ -417,7 +417,11 @@ if os.fork() == 0:
 
 
 @pytest.mark.parametrize(
-    "ending", [f"{FORK}\nos.kill(os.getpid(), signal.SIGKILL)", "sys.exit()"], ids=["kill", "exit"]
+    "ending",
+    [
+        pytest.param(f"{FORK}\nos.kill(os.getpid(), signal.SIGKILL)", id="kill"),
+        pytest.param("sys.exit()", id="exit", marks=pytest.mark.long),
+    ],
 )
 def test_no_java_process_outlives_ours_and_no_system_java_is_needed(ending: str) -> None:
     program = (

@@ -16,7 +16,7 @@ from agentgym_rl.agent.policy import ChatPolicy, EnginePolicy, OraclePolicy, Pol
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.config import AgentConfig, Config, ModelConfig, load_config
 from agentgym_rl.config.error_texts import reason
-from agentgym_rl.errors import ConfigError
+from agentgym_rl.errors import ConfigError, did_you_mean
 from agentgym_rl.run.collectors import context_of
 from agentgym_rl.run.load_model import choose_device, load_from
 from agentgym_rl.training.locate_model import find_model
@@ -32,6 +32,8 @@ class AgentOptions:
     """Options of the command line for an agent. None means the run's own setting, or the default."""
 
     spec: str
+    role: str | None = None
+    """Role to play, of several: a run may have adapters for each."""
     name: str | None = None
     temperature: float | None = None
     max_new_tokens: int | None = None
@@ -94,7 +96,7 @@ def find_agent(options: AgentOptions) -> Candidate:
     if not is_folder and (spec.startswith((".", "~", "/")) or spec.count("/") != 1 or folder.exists()):
         raise ConfigError(
             f"--agent {spec!r} is neither oracle, random, openai:MODEL, a run (config.toml), a model folder "
-            "(config.json) nor a hub name (owner/model)"
+            f"(config.json) nor a hub name (owner/model){_similar_run(folder)}"
         )
     _model_config(options, spec, options.chat_template)
     try:
@@ -102,11 +104,17 @@ def find_agent(options: AgentOptions) -> Candidate:
     except ConfigError as error:
         raise ConfigError(
             f"--agent {spec!r} is neither a run (config.toml) nor a model that can be found: {error}"
+            f"{_similar_run(folder)}"
         ) from error
     identity = {"kind": "model", "path": spec} | ({"weights": fingerprint(folder)} if is_folder else {})
     candidate = _candidate(options, "model", folder.resolve().name if is_folder else spec, identity, AgentConfig())
     candidate.model, candidate.weights = _model(options, spec, options.chat_template), spec
     return candidate
+
+
+def _similar_run(path: Path) -> str:
+    """Return `; did you mean 'runs/first'?` if a run beside `path` has a similar name, or an empty string."""
+    return did_you_mean(str(path), [str(config.parent) for config in path.parent.glob("*/config.toml")])
 
 
 def run_of(spec: str) -> tuple[Path, int | None] | None:
@@ -126,7 +134,7 @@ def _run_candidate(options: AgentOptions, run: Path, step: int | None) -> Candid
         steps = ", ".join(map(str, checkpoints)) or "none"
         raise ConfigError(f"{run} has no checkpoint{'' if step is None else f' of step {step}'}: it has {steps}")
     step = max(checkpoints) if step is None else step
-    folder = checkpoints[step] / "model"
+    folder = checkpoints[step] / "model" / _adapters_of(options.role, config, run)
     identity = {"kind": "run", "run": run.name, "step": step, "weights": fingerprint(folder)}
     model = _model(options, str(folder), options.chat_template or config.model.chat_template, config.model.dtype)
     if config.model.lora is not None:
@@ -142,6 +150,18 @@ def _run_candidate(options: AgentOptions, run: Path, step: int | None) -> Candid
     candidate.step = step
     candidate.model, candidate.weights = model, str(folder)
     return candidate
+
+
+def _adapters_of(role: str | None, config: Config, run: Path) -> str:
+    """Return the folder of the role's own adapters in a checkpoint's model, or an empty string if it has none."""
+    if role in config.adapter_roles:
+        return str(role)
+    if config.adapter_roles and config.team is not None and not config.team.learner_roles:
+        raise ConfigError(
+            f"{run} has adapters for the roles {', '.join(config.adapter_roles)}, and none for "
+            f"{role or 'a single agent'}: name one of them, as `eval` and `export` do with --role"
+        )
+    return ""
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import re
 import sys
 from typing import Any
 
-from agentgym_rl.errors import ConfigError, did_you_mean
+from agentgym_rl.errors import ConfigError, describe_error, did_you_mean
 
 _IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
@@ -33,8 +33,7 @@ def import_named(path: str, where: str, what: str, example: str, suggested: Any 
             ) from error
         raise ConfigError(f"{where}: {module_name} imports {error.name!r}, which is not installed") from error
     except (Exception, SystemExit) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"{where}: importing {module_name} raised {type(error).__name__}: {reason}") from error
+        raise ConfigError(f"{where}: importing {module_name} raised {describe_error(error)}") from error
     module = value
     for attribute in attributes.split("."):
         if not hasattr(value, attribute):

@@ -16,7 +16,7 @@ import orjson
 
 from agentgym_rl.environment import wire
 from agentgym_rl.environment.base import HasAgentGymNumbers, TextEnv
-from agentgym_rl.errors import EnvError
+from agentgym_rl.errors import EnvError, describe_error
 
 Answer = dict[str, Any]
 _FENCED = re.compile(r"```(.*?)```", re.DOTALL)
@@ -115,4 +115,4 @@ def run_query(query: Callable[[Any], Any], env: TextEnv) -> Any:
     try:
         return query(env)
     except Exception as error:
-        raise EnvError(f"{env.name} raised {type(error).__name__}: {error}") from error
+        raise EnvError(f"{env.name} raised {describe_error(error)}") from error

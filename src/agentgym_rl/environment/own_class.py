@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from agentgym_rl.common.import_paths import import_named
 from agentgym_rl.environment.base import TextEnv
-from agentgym_rl.errors import ConfigError
+from agentgym_rl.errors import ConfigError, describe_error
 
 ATTRIBUTES = {
     "name": (str, 'name = "my_env"'),
@@ -59,9 +59,7 @@ def _bind(env_class: type[TextEnv], kwargs: Mapping[str, Any], where: str) -> ty
     problems = class_problems(env_class, kwargs)
     if problems:
         raise ConfigError(_one_line(where, problems))
-    if not kwargs and not _needs_instance(env_class):
-        return env_class
-    instance: Any = _create(env_class, kwargs, where)
+    instance: Any = _create(env_class, kwargs, where)  # a class that cannot be made is refused before it is needed
     try:
         problems = attribute_problems(instance)
         if problems:
@@ -69,7 +67,9 @@ def _bind(env_class: type[TextEnv], kwargs: Mapping[str, Any], where: str) -> ty
         members = {name: getattr(instance, name) for name in ATTRIBUTES}
         members["subsets_of"] = staticmethod(instance.subsets_of)
     finally:
-        instance.close()
+        _close(instance, where)
+    if not kwargs and not _needs_instance(env_class):
+        return env_class
 
     def create(self: Any) -> None:
         env_class.__init__(self, **kwargs)
@@ -79,14 +79,20 @@ def _bind(env_class: type[TextEnv], kwargs: Mapping[str, Any], where: str) -> ty
 
 
 def _create(env_class: type, kwargs: Mapping[str, Any], where: str) -> Any:
+    return _call(where, _call_text(env_class, kwargs), env_class, **kwargs)
+
+
+def _close(instance: Any, where: str) -> None:
+    _call(where, f"{type(instance).__name__}.close()", instance.close)
+
+
+def _call(where: str, text: str, function: Callable[..., Any], **kwargs: Any) -> Any:
     try:
-        return env_class(**kwargs)
+        return function(**kwargs)
     except ConfigError:
         raise
-    except Exception as error:
-        reason = " ".join(str(error).split())
-        call = _call_text(env_class, kwargs)
-        raise ConfigError(f"environment {where}: {call} raised {type(error).__name__}: {reason}") from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"environment {where}: {text} raised {describe_error(error)}") from error
 
 
 def class_problems(env_class: type, kwargs: Mapping[str, Any]) -> list[str]:
@@ -103,9 +109,13 @@ def all_problems(env_class: type, kwargs: Mapping[str, Any], where: str) -> list
     if signature_problems(env_class, kwargs):
         return problems + attribute_problems(env_class)
     try:
-        return problems + attribute_problems(_create(env_class, kwargs, where))
+        instance = _create(env_class, kwargs, where)
+        problems += attribute_problems(instance)
+        if not method_problems(env_class):
+            _close(instance, where)
     except ConfigError as error:
-        return [*problems, str(error)]
+        problems.append(str(error))
+    return problems
 
 
 def _needs_instance(env_class: type) -> bool:

@@ -493,6 +493,7 @@ def load_served(names: list[str], kwargs: Mapping[str, Any] | None) -> dict[str,
     environments: dict[str, type[TextEnv]] = {}
     for name in dict.fromkeys(names):
         env_class = catalog.load(name, kwargs)
+        catalog.find(name).check()
         word = env_class.name if is_import_path(name) else name
         if word in environments or not re.fullmatch(r"[\w.~-]+", word):
             problem = "two environments have it" if word in environments else "it does not fit into an address"

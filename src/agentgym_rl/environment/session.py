@@ -33,7 +33,7 @@ from agentgym_rl.environment.base import (
 )
 from agentgym_rl.environment.tools import ACT, Tool
 from agentgym_rl.environment.wire import BadRequest, NotPlaying, NotSupported, checked_step
-from agentgym_rl.errors import ConfigError, EnvError, EnvTimeout
+from agentgym_rl.errors import ConfigError, EnvError, EnvTimeout, describe_error
 from agentgym_rl.types import Step
 
 CLOSE_TIMEOUT_S = 10.0
@@ -355,7 +355,7 @@ class LocalSession:
             except BaseException as error:  # nothing is awaited here, so even a CancelledError is the environment's
                 if isinstance(error, KeyboardInterrupt) and _raised_by_signal(error):
                     raise
-                raise EnvError(f"{self.name}.{method} raised {type(error).__name__}: {error}") from error
+                raise EnvError(f"{self.name}.{method} raised {describe_error(error)}") from error
         try:
             async with asyncio.timeout(self._timeout_s):
                 value, raised = await self._worker.call(function, *arguments)
@@ -368,7 +368,7 @@ class LocalSession:
         if isinstance(raised, EnvError | ConfigError):
             raise raised
         if raised is not None:
-            raise EnvError(f"{self.name}.{method} raised {type(raised).__name__}: {raised}") from raised
+            raise EnvError(f"{self.name}.{method} raised {describe_error(raised)}") from raised
         return value
 
     def _abandon(self) -> None:

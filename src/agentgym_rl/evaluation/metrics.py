@@ -20,8 +20,9 @@ MAX_CAUSES, MAX_CAUSE_LENGTH = 5, 300
 """Number of error texts that a cell keeps, and the characters kept of each."""
 INTERVALS = (
     "95% intervals: Wilson score over items for success and pass@k (with the effective sample size if items have "
-    "several samples); percentile bootstrap over items for reward; MOVER on the scenarios' intervals for the mean."
+    "several samples); percentile bootstrap over items for reward"
 )
+MEAN_INTERVAL = "; MOVER on the scenarios' intervals for the mean"
 
 
 def results(

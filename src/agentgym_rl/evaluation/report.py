@@ -14,7 +14,7 @@ from importlib.resources import files
 from typing import Any
 
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.evaluation.metrics import INTERVALS
+from agentgym_rl.evaluation.metrics import INTERVALS, MEAN_INTERVAL
 from agentgym_rl.evaluation.plan import TaskPlan
 from agentgym_rl.evaluation.suites import Coverage, coverage
 
@@ -126,8 +126,9 @@ def grids(entries: Sequence[Entry]) -> list[Grid]:
 
 def notes(entries: Sequence[Entry], source: str = "") -> list[str]:
     """Return the notes below the tables: errors, data, missing tasks and the meaning of the marks."""
-    lines = [f"Success is the percentage of episodes that ended without an error. {INTERVALS}"]
     ours = [entry for entry in entries if not entry.published]
+    of_mean = MEAN_INTERVAL if any(len(entry.scenarios) > 1 for entry in ours) else ""
+    lines = [f"Success is the percentage of episodes that ended without an error. {INTERVALS}{of_mean}."]
     for entry in ours:
         if entry.total["errors"]:
             lines.append(

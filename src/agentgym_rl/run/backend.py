@@ -36,6 +36,7 @@ from agentgym_rl.training.ranks import SINGLE_PROCESS, Ranks
 from agentgym_rl.training.reward_model import RewardTrainer, save_head
 from agentgym_rl.training.rl import Learner
 from agentgym_rl.training.rl_learner import RLLearner
+from agentgym_rl.training.role_learners import RoleLearners
 from agentgym_rl.training.settings import RLSettings, SFTSettings
 from agentgym_rl.training.sft import SFT
 from agentgym_rl.types import CollectFrom, EnvPool, Sample, Trajectory
@@ -69,7 +70,7 @@ class Backend(Protocol):
     """Players of the other roles, in a game of several; else None."""
 
     @property
-    def learner(self) -> Learner: ...
+    def learner(self) -> Learner | RoleLearners: ...
 
     @property
     def version(self) -> int:
@@ -148,19 +149,14 @@ class LocalBackend:
         self._saving: Future[Any] | None = None
         """The checkpoint that is being written in the background."""
         self.learner: Any = None
+        # Before the learner adds adapters of its own to the model.
+        self._role_models = {role: lora.copy_with_own_adapters(model) for role in config.adapter_roles}
         if reference_dir is not None:
-            self.learner = make_learner(
-                model,
-                tokenizer,
-                config.rl,
-                config.model,
-                config.agent.temperature,
-                reference_dir,
-                warm=config.warm_start is not None,
-            )
+            self.learner = self._make_learner(reference_dir)
         self.renderer = Renderer(tokenizer, config.model.chat_template, thoughts=config.agent.thoughts)
         local = (make_engine or native_engine(config, model))(self.renderer)
         self._engine, self._publish = local.engine, local.publish
+        self._role_engines = {r: native_engine(config, m)(self.renderer) for r, m in self._role_models.items()}
         self._external = make_external(config.agent)
         self.max_context = self._engine.max_context
         self.team: Team | None = None
@@ -168,6 +164,23 @@ class LocalBackend:
             assert league_dir is not None
             self.team = Team(config, league_dir, partial(export, model, tokenizer))
         self.num_parameters: int = model.num_parameters()
+
+    def _make_learner(self, reference_dir: Path) -> RLLearner | RoleLearners:
+        """Return the learner of the model, or those of roles with adapters of their own."""
+        config = self._config
+        make = partial(
+            make_learner,
+            tokenizer=self._tokenizer,
+            rl=config.rl,
+            settings=config.model,
+            temperature=config.agent.temperature,
+            reference_dir=reference_dir,
+            warm=config.warm_start is not None,
+        )
+        if not self._role_models:
+            return make(self._model)
+        shared = make(self._model) if config.team is not None and config.team.learner_roles else None
+        return RoleLearners({role: make(model) for role, model in self._role_models.items()}, shared)
 
     @property
     def version(self) -> int:
@@ -184,19 +197,21 @@ class LocalBackend:
         keep_tokens: bool = False,
     ) -> CollectFrom:
         config = self._config
-        policies = engine_policies(
-            self._engine,
-            self.renderer,
-            config.agent,
-            temperature,
+        make_policies = partial(
+            engine_policies,
+            renderer=self.renderer,
+            agent=config.agent,
+            temperature=temperature,
             seeded=config.engine.seeded,
             oracle_share=oracle_share,
             external=self._external,
         )
+        policies = make_policies(self._engine)
         team: dict[str, Any] = {}
         if self.team is not None:
             measured = group_size is not None
-            team = {"cast": self.team.cast(policies, temperature, evaluating=measured), "measured": measured}
+            own = {role: make_policies(local.engine) for role, local in self._role_engines.items()}
+            team = self.team.collector_options(policies, temperature, own, measured=measured)
         return collect_each(
             config.agent,
             config.environments,
@@ -228,21 +243,34 @@ class LocalBackend:
         self._model.load_state_dict(before.state_dict())
 
     async def publish(self, version: int) -> None:
-        await self._publish(version)
+        for publish in (self._publish, *(local.publish for local in self._role_engines.values())):
+            await publish(version)
 
     def save(self, root: Path, step: int, state: dict[str, Any], keep: int) -> None:
         with_optimizer = self.learner is not None and self._config.checkpoint.optimizer
         learner = self.learner.state() if with_optimizer else None
-        write_head = None
+        add_files: Callable[[Path], None] | None = None
         if isinstance(self.learner, RewardTrainer):
-            write_head = partial(save_head, self.learner.head(), about_renderer(self._config))
-        write = partial(save_checkpoint, root, step, self._model, self._tokenizer, write_head=write_head)
+            add_files = partial(save_head, self.learner.head(), about_renderer(self._config))
+        elif self._role_models:
+            add_files = self._role_writer()
+        write = partial(save_checkpoint, root, step, self._model, self._tokenizer, add_files=add_files)
         if not self._config.checkpoint.background:
             write(state | {"learner": learner}, keep)
             return
         self.finish_saving()
         copied = on_host(state | {"learner": learner, "random": random_state()})
         self._saving = self._writer.submit(write, copied, keep, on_host(self._model.state_dict()))
+
+    def _role_writer(self) -> Callable[[Path], None]:
+        """Return a function that writes the present adapters of each role to a folder of its own."""
+        weights = {role: on_host(lora.matrices(model)) for role, model in self._role_models.items()}
+
+        def write(folder: Path) -> None:
+            for role, model in self._role_models.items():
+                export(model, self._tokenizer, folder / role, weights[role])
+
+        return write
 
     def finish_saving(self, *, wait: bool = True) -> None:
         if self._saving is not None and (wait or self._saving.done()):
@@ -260,6 +288,8 @@ class LocalBackend:
                 f"{folder} was saved with checkpoint.optimizer = false and cannot be resumed from: start a new run "
                 "with model.path set to its folder `model`"
             )
+        for role, model in self._role_models.items():
+            lora.restore_adapter(model, folder / "model" / role)
         self.learner.restore(state)
 
     async def events(self) -> list[dict[str, Any]]:
@@ -271,6 +301,8 @@ class LocalBackend:
             await part.close()
         if self.team is not None:
             await self.team.close()
+        for local in self._role_engines.values():
+            await local.engine.close()
         await self._engine.close()
 
 
@@ -306,14 +338,19 @@ def _teacher(tokenizer: Any, rl: RLSettings, settings: ModelConfig, ranks: Ranks
 
 
 def make_trainer(
-    model: Any, data: list[Any], settings: SFTSettings | PairSettings, seed: int | str, ranks: Ranks = SINGLE_PROCESS
+    model: Any,
+    data: list[Any],
+    settings: SFTSettings | PairSettings,
+    seed: int | str,
+    ranks: Ranks = SINGLE_PROCESS,
+    scored: ValueModel | None = None,
 ) -> SFT | DPO | RewardTrainer:
-    """Return the trainer of one process, or of one rank of several."""
+    """Return the trainer of one process, or of one rank of several. `scored`: see RewardTrainer."""
     if isinstance(settings, SFTSettings):
         return SFT(model, data, settings, seed, ranks)
     if isinstance(settings, DPOSettings):
         return DPO(model, data, settings, seed, ranks)
-    return RewardTrainer(model, data, settings, seed, ranks)
+    return RewardTrainer(model, data, settings, seed, ranks, scored)
 
 
 def about_renderer(config: Config) -> dict[str, str]:
@@ -335,18 +372,36 @@ def _reference(model: Any, folder: Path, settings: ModelConfig, ranks: Ranks, *,
 def _critic(model: Any, rl: RLSettings, settings: ModelConfig, ranks: Ranks, folder: Path | None) -> ValueModel:
     """Return PPO's critic: a copy of the decoder, or with LoRA one more adapter on the same decoder."""
     if settings.lora is None and ranks.from_meta:
-        device, dtype = choose_device(settings)
-        path = local_folder(find_model(str(folder)))
-        empty = make_empty(path, dtype)
-        critic = ValueModel(empty.get_decoder(), model.config.hidden_size)
-        ranks.prepare_model(critic)
-        prefix = empty.base_model_prefix
-        fill(critic, path, device, host=ranks.offload, name_in_files=partial(_decoder_name, prefix))
-        return critic
+        return load_value_model(str(folder), settings, ranks)[0]
     if settings.lora is None:
         return ValueModel(copy.deepcopy(model.get_decoder()), model.config.hidden_size)
     lora.copy_adapter(model, settings.lora, lora.CRITIC)
     return ValueModel(model.get_decoder(), model.config.hidden_size, lambda: lora.adapter(model, lora.CRITIC))
+
+
+def load_value_model(folder: str, settings: ModelConfig, ranks: Ranks) -> tuple[ValueModel, Any]:
+    """Return a rank's value model with the decoder of a folder, and the language model around that decoder.
+
+    The value model is sharded as a whole; the language model's own head is left on the meta device.
+    """
+    device, dtype = choose_device(settings)
+    path = local_folder(find_model(folder))
+    model = make_empty(path, dtype)
+    scored = ValueModel(model.get_decoder(), model.config.hidden_size)
+    ranks.prepare_model(scored)
+    fill(scored, path, device, host=ranks.offload, name_in_files=partial(_decoder_name, model.base_model_prefix))
+    return scored, model
+
+
+def load_output_head(model: Any, folder: str, settings: ModelConfig, ranks: Ranks) -> None:
+    """Give a language model of `load_value_model` its head: the tied embeddings, or what the folder holds."""
+    head = model.get_output_embeddings()
+    if model.config.tie_word_embeddings:
+        head.weight = model.get_input_embeddings().weight
+        return
+    (prefix,) = (name for name, module in model.named_modules() if module is head)
+    path = local_folder(find_model(folder))
+    fill(head, path, choose_device(settings)[0], host=ranks.offload, name_in_files=lambda name: f"{prefix}.{name}")
 
 
 def _decoder_name(prefix: str, name: str) -> str | None:

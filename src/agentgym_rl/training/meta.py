@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from agentgym_rl.common.model_loading import loading_lock
+from agentgym_rl.training.locate_model import REWARD_HEAD
 
 NameInFiles = Callable[[str], str | None]
 """The name in a model's files of a tensor, or None for one that is not in them and starts at 0."""
@@ -60,8 +61,10 @@ def fill(model: Any, folder: str, device: str, *, host: bool = False, name_in_fi
     if not any(Path(folder).glob("*.safetensors")):
         raise ValueError("ranks read weights from *.safetensors, and there are none: save it again with transformers")
     reader = HuggingFaceStorageReader(folder)
-    in_files: dict[str, Any] = reader.read_metadata().state_dict_metadata
-    in_files = {name: metadata.size for name, metadata in in_files.items()}
+    metadata = reader.read_metadata()
+    of_reward_head = {i.fqn for i, place in metadata.storage_data.items() if place.relative_path.endswith(REWARD_HEAD)}
+    in_files: dict[str, Any] = metadata.state_dict_metadata
+    in_files = {name: about.size for name, about in in_files.items() if name not in of_reward_head}
     state: dict[str, Tensor] = {}
     wanted: dict[str, Tensor] = {}
     for names, tensor in _by_tensor(model.state_dict(keep_vars=True)):

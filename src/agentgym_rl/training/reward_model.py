@@ -61,9 +61,11 @@ class RewardTrainer(PairTrainer):
         settings: RewardModelSettings,
         seed: int | str,
         ranks: Ranks = SINGLE_PROCESS,
+        scored: ValueModel | None = None,
     ) -> None:
+        """`scored` is the value model over the model's decoder, which a rank makes before its model is sharded."""
         self._center_coef = settings.center_coef
-        scored = ValueModel(model.get_decoder(), model.config.hidden_size)
+        scored = scored or ValueModel(model.get_decoder(), model.config.hidden_size)
         scored.head.bias.requires_grad_(False)  # a pair's gradients cancel in it: only rounding would move it
         super().__init__(scored, pairs, settings, seed, ranks)
 

@@ -25,7 +25,7 @@ from agentgym_rl.environment.base import TextEnv
 from agentgym_rl.environment.bridges.bridge_settings import Tasks, import_value, load_tasks, read_headers
 from agentgym_rl.environment.bridges.calls import BadCall, explain_tools, read_call, shorten
 from agentgym_rl.environment.tools import Tool
-from agentgym_rl.errors import ConfigError, EnvError, EnvUnavailable
+from agentgym_rl.errors import ConfigError, EnvError, EnvUnavailable, describe_error
 from agentgym_rl.types import Step
 
 FINISH = "finish"
@@ -332,4 +332,4 @@ def _reason(error: BaseException) -> str:
     """Return the first cause of a failure in one line. Task groups wrap theirs."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return " ".join(f"{type(error).__name__}: {error}".split())
+    return describe_error(error)
