@@ -16,7 +16,8 @@ from training_for_tests import tiny_model
 
 from agentgym_rl.config import Config
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.run.backend_ray import Rank, RayBackend
+from agentgym_rl.run.backend_ray import RayBackend
+from agentgym_rl.run.rank import Rank
 from agentgym_rl.scale.process_group import whole_state
 from agentgym_rl.scale.shards import ShardWriter, like_learner, load_shards, require_written
 from agentgym_rl.training.batch import Batch, shuffled_parts, split_batch

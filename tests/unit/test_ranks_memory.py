@@ -19,7 +19,7 @@ from training_for_tests import tiny_model
 
 from agentgym_rl.config import Config
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.run.backend_ray import Rank
+from agentgym_rl.run.rank import Rank
 from agentgym_rl.scale.process_group import ProcessRanks, whole_state
 from agentgym_rl.scale.shards import load_shards, require_written
 from agentgym_rl.training.device.host_activations import HostActivations
