@@ -109,6 +109,9 @@ def _train(config: Config, *, resume: bool) -> None:
     warning = too_large(config)
     if warning is not None:
         Console().warn(warning)
+    if not config.run_dir and folder.name != config.name and not resume:
+        earlier = folder.parent / config.name
+        Console().note(f"{earlier} exists: this run is in {folder}; --resume continues an earlier one")
     try:
         asyncio.run(run(config, folder, resume=resume))
     except Stopped:  # requested, and shown on the console
@@ -338,6 +341,7 @@ def export(
     folder: Annotated[Path, typer.Argument(help="Where to write the Hugging Face folder")],
     step: Annotated[int | None, typer.Option(help="Which checkpoint; the last by default")] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Of a run with LoRA: a whole model, adapters inside")] = False,
+    role: Annotated[str | None, typer.Option(help="With --merge: the role whose own adapters are merged")] = None,
     dtype: Annotated[
         str, typer.Option(help="With --merge: float32, or bfloat16 (half the size, rounds)", metavar="TYPE")
     ] = "float32",
@@ -348,10 +352,10 @@ def export(
     if merge:
         from agentgym_rl.commands.export import export_merged
 
-        print(f"wrote {folder}: {export_merged(run, step, folder, dtype)}")
+        print(f"wrote {folder}: {export_merged(run, step, folder, dtype, role)}")
         return
-    if dtype != "float32":
-        raise ConfigError("--dtype is read by --merge: a checkpoint is copied as it is")
+    if dtype != "float32" or role is not None:
+        raise ConfigError("--dtype and --role are read by --merge: a checkpoint is copied as it is")
     from agentgym_rl.training.checkpoint import export_checkpoint
 
     export_checkpoint(run / "checkpoints", step, folder)

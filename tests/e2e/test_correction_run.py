@@ -7,7 +7,8 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
-from runs_for_tests import quiet
+import torch
+from runs_for_tests import comparable_metrics, comparable_trajectories, final_weights, finish, quiet, train_process
 
 from agentgym_rl.commands.train import train
 from agentgym_rl.config import load_config
@@ -30,3 +31,22 @@ async def test_the_second_attempt_beats_two_samples(tmp_path: Path, monkeypatch:
     assert last["attempts/success_2"] > last["attempts/sampled_twice"] + 0.05
     assert last["attempts/wrong_to_right"] > last["attempts/right_to_wrong"] + 0.2
     assert abs(last["attempts/success_1"] - 1 / 3) < 0.15, "the code cannot be known"
+
+
+@pytest.mark.long
+def test_a_killed_run_of_self_correction_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+    """It is killed in the second stage and resumes in the first."""
+    correction = [
+        *("agent.style=reflect", "agent.attempts=2", "agent.retry=always", "agent.turns_per_attempt=2"),
+        *("horizon={kind='fixed', turns=[5]}", "eval.max_turns=5", "rl.correction={first_stage_steps=3}"),
+        *("agent.max_new_tokens=16", "warm_start.max_turns=5"),  # replies reach the second attempt
+    ]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    finish(whole, *correction)
+    train_process(killed, *correction).kill_when(lambda: (killed / "trajectories" / "step_000004.jsonl").exists())
+    finish(killed, *correction, "--resume")
+    assert comparable_metrics(killed) == comparable_metrics(whole)
+    assert comparable_trajectories(killed) == comparable_trajectories(whole)
+    weights = final_weights(killed)
+    assert all(torch.equal(weights[name], value) for name, value in final_weights(whole).items())
+    assert any("attempts/success_2" in row for row in comparable_metrics(whole)), "there were second attempts"

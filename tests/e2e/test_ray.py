@@ -45,6 +45,7 @@ ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(900)
 LONG = "rl.steps=400"
 AGENTEVOL = (Path(__file__).parents[2] / "recipes" / "keydoor" / "tiny-agentevol.toml").read_text()
+NIM = (Path(__file__).parents[2] / "recipes" / "nim" / "tiny.toml").read_text()
 KEYDOOR = Path(__file__).parents[2] / "recipes" / "keydoor"
 OFFLINE = {
     "dagger": ("dagger.rounds=1", "dagger.tasks=8", "sft.batch_size=16"),
@@ -256,6 +257,30 @@ def test_trees_on_a_cluster_match_one_process(cluster: Any, tmp_path: Path) -> N
     assert any(row.get("parent") for row in mine)
     assert [(row["id"], row.get("parent")) for row in mine] == [(row["id"], row.get("parent")) for row in theirs]
     assert tokens(run.folder)["step_000001.jsonl"] == tokens(whole.folder)["step_000001.jsonl"]
+
+
+@pytest.mark.long
+def test_a_league_on_a_cluster_matches_one_process_and_is_resumed(cluster: Any, tmp_path: Path) -> None:
+    """Hosts play past selves, of which the ranks write the snapshots. Later, rounding over ranks may turn a token."""
+    league = ("threads=1", "eval.episodes=4", "rl.groups_per_step=4", "checkpoint.every=1")
+    whole = ForkedCommand(tmp_path / "alone" / "run", *league, "rl.steps=2", text=NIM)
+    assert whole.wait() == 0, whole.output.read_text()
+    spread = (*SCALE, f"scale.address={cluster.address}", *league)
+    for steps in (("rl.steps=2",), ("rl.steps=3", "--resume")):
+        run = ForkedCommand(tmp_path / "cluster" / "run", *spread, *steps, text=NIM)
+        assert run.wait() == 0, run.output.read_text()
+    for name in ("eval_000000.jsonl", "step_000001.jsonl"):
+        assert tokens(run.folder)[name] == tokens(whole.folder)[name], name
+    rows, expected = comparable_metrics(run.folder), comparable_metrics(whole.folder)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    for name in ("elo/learner", "loss", "grad/norm", "reward/mean", "tokens/sampled"):
+        assert rows[0][name] == pytest.approx(expected[0][name], rel=1e-3, abs=1e-5), name
+    assert len({row["elo/learner"] for row in rows}) == 3
+    episodes = [row for name, rows in comparable_trajectories(run.folder).items() if "step" in name for row in rows]
+    assert {row["player"] for row in episodes} > {"learner", "past@0"}
+    assert max(path.name for path in (run.folder / "league").iterdir()) == "step_000003"
+    assert trainer_state(run.folder)["ratings"]["learner"] == rows[-1]["elo/learner"]
+    assert leaked() == 0
 
 
 @pytest.mark.long

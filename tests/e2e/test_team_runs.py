@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,12 +22,18 @@ from runs_for_tests import (
 
 from agentgym_rl import cli
 from agentgym_rl.agent.policy import Policy, ScriptedPolicy
+from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.commands.evaluate import evaluate, request_of
 from agentgym_rl.commands.train import train
-from agentgym_rl.config import Config, load_config
+from agentgym_rl.config import Config, ScaleConfig, load_config
 from agentgym_rl.errors import ConfigError
+from agentgym_rl.run.backend import LocalBackend
+from agentgym_rl.run.backend_ray import Job, Player
+from agentgym_rl.run.environments_pool import EnvironmentsPool
+from agentgym_rl.run.load_model import load_from
 from agentgym_rl.run.log import read_metrics, read_trajectories
-from agentgym_rl.types import EnvSession
+from agentgym_rl.run.teams import team_of_host
+from agentgym_rl.types import EnvSession, Group, Limits, Task
 
 ROOT = Path(__file__).parents[2]
 SHORT = ["threads=1", "rl.steps=4", "eval.episodes=2", "warm_start.sft.epochs=1", "checkpoint.every=2"]
@@ -65,6 +74,40 @@ async def test_a_run_against_its_past_that_is_resumed_equals_one_in_one_go(tmp_p
     for trajectory in read_trajectories(whole / "trajectories" / "step_000004.jsonl"):
         if trajectory.player != "learner":
             assert f'"{trajectory.id}"' not in learned
+
+
+async def test_a_host_of_a_cluster_plays_the_games_of_one_process(tmp_path: Path) -> None:
+    """Its team draws from the snapshots that the driver names, not from those it finds."""
+    config = config_of("nim/tiny.toml", "rl.steps=1")
+    await train(config, tmp_path / "run", console=quiet())
+    league, folder = tmp_path / "run" / "league", tmp_path / "run" / "checkpoints" / "step_000001" / "model"
+    model, tokenizer = load_from(folder, config.model)
+    pool = EnvironmentsPool(config.environments, config.agent)
+    backend = LocalBackend(config, pool, model, tokenizer, None, league_dir=league)
+    assert backend.team is not None
+    make_team = partial(team_of_host, config.model_copy(update={"scale": ScaleConfig()}), league)
+    renderer = Renderer(tokenizer, config.model.chat_template)
+    engine = SimpleNamespace(at_least=lambda version: backend._engine)
+    host = Player(config.environments, config.agent, lambda: renderer, {}, True, make_team, engine)
+    tasks, limits = [Task("nim", item) for item in (3, 4, 5)], Limits(max_turns=8, max_new_tokens=8, max_context=512)
+    for prefix, size in (("train-", None), ("eval-", 1)):
+        expected = await backend.collector(prefix, size, 1.0)(tasks, limits, 7)
+        options: dict[str, Any] = {"measured": size is not None, "snapshots": backend.team.snapshots}
+        group_size = config.group_sizes(size)["nim"]
+        jobs = [Job(task, limits, 7, i, prefix, group_size, 1.0, 0, **options) for i, task in enumerate(tasks)]
+        played = await asyncio.gather(*(host.play(job) for job in jobs))
+        assert [comparable(group) for groups in played for group in groups] == [comparable(g) for g in expected]
+    assert {t.player for group in expected for t in group.trajectories} == {"learner"}
+    only_first = Job(tasks[0], limits, 7, 0, "train-", 2, 1.0, 0, snapshots=(0,))
+    players = {t.player for group in await host.play(only_first) for t in group.trajectories}
+    assert players == {"learner", "past@0"}
+    await host.close()
+    await backend.close()
+    await pool.close()
+
+
+def comparable(group: Group) -> list[tuple[Any, ...]]:
+    return [(t.id, t.role, t.player, t.token_ids, t.rewards) for t in group.trajectories]
 
 
 @pytest.mark.long
@@ -108,13 +151,12 @@ async def test_a_scripted_player_and_a_checkpoint_play_roles(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["team.roles.first.policy=oracle"], "at least one role must have policy = 'learner'"),
-        (["team.roles.second.policy=past"], "must be learner, oracle, random, past:N"),
+        (["team.roles.first.policy=oracle"], "at least one role must have policy = 'learner' or 'adapters'"),
+        (["team.roles.second.policy=past"], "must be learner, adapters, oracle, random, past:N"),
         (["team.measure=third"], "name one of first, second"),
         (["rl.max_staleness=1"], "remove rl.max_staleness"),
         (["rl.tree={}"], r"remove \[rl.tree\]"),
         (["agent.style=tool"], "remove agent.style = 'tool'"),
-        (["scale={}"], r"remove \[scale\]: games of several roles are played in one process"),
     ],
 )
 def test_what_a_team_cannot_be_combined_with_is_refused(overrides: list[str], message: str) -> None:

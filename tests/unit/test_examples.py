@@ -29,14 +29,18 @@ EXAMPLE = ROOT / "examples" / "number_guessing.py"
 PAGE = ROOT / "docs" / "get-started" / "your-environment.md"
 
 
-@pytest.fixture(scope="module")
-def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("number_guessing", EXAMPLE)
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLE.parent / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    return load("number_guessing")
 
 
 def test_the_example_runs() -> None:
@@ -61,6 +65,21 @@ def test_the_example_of_two_players_prints_an_episode_per_role() -> None:
     assert [line.split()[0] for line in lines] == [*["caller"] * 4, *["echo"] * 4] * 2
     assert all("reward 1" in line for line in lines[:8]), "the careful echo always wins"
     assert any("reward 0" in line for line in lines[8:])
+
+
+async def test_the_example_of_slow_environments_plays_all_episodes(capsys: pytest.CaptureFixture[str]) -> None:
+    await load("slow_environments").main()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(" in ")[0] for line in lines] == [f"{n} opened ahead: 16 episodes" for n in (0, 2)]
+
+
+async def test_the_example_of_kept_groups_marks_the_widest(capsys: pytest.CaptureFixture[str]) -> None:
+    await load("keep_groups").main()
+    lines = capsys.readouterr().out.splitlines()
+    spread = {line: float(line.partition("spread ")[2].split()[0]) for line in lines}
+    kept = [line for line in lines if line.startswith("kept")]
+    assert (len(lines), len(kept)) == (8, 2)
+    assert min(spread[line] for line in kept) >= max(spread[line] for line in lines if line not in kept) > 0
 
 
 def test_every_item_is_solved_within_seven_turns(example: ModuleType) -> None:

@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from training_for_tests import few
 
 from agentgym_rl.training.horizon import Horizon, make_horizon
 from agentgym_rl.training.settings import HorizonSettings
@@ -130,6 +131,7 @@ def test_restoring_copies_the_history() -> None:
     assert (first.turns, second.turns) == (4, 2)
 
 
+@few(100)
 @given(
     turns=st.sets(st.integers(1, 40), min_size=1, max_size=5),
     steps_per_stage=st.integers(1, 7),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,16 +60,28 @@ async def roles_in(env: EnvironmentConfig) -> tuple[str, ...]:
         await pool.close()
 
 
-def load_opponent(team: Team, concurrency: int, max_context: int) -> Any:
-    """Return the agent that plays the other roles."""
-    return load_agent(find_agent(AgentOptions(spec=team.opponent)), concurrency, max_context)
+class Opponent:
+    """The agents of the other roles: one for all of them, or one for each role with adapters of its own."""
 
+    def __init__(self, team: Team, concurrency: int, max_context: int) -> None:
+        self._team = team
+        self._agents: dict[str, Any] = {}
+        """By the folder of their weights."""
+        self._by_role: dict[str, Any] = {}
+        for role in team.roles:
+            if role == team.role:
+                continue
+            candidate = find_agent(AgentOptions(spec=team.opponent, role=role))
+            if candidate.weights not in self._agents:
+                self._agents[candidate.weights] = load_agent(candidate, concurrency, max_context)
+            self._by_role[role] = self._agents[candidate.weights]
 
-def cast_of(team: Team, opponent: Any) -> Callable[[PolicyFactory], Cast]:
-    """Return a function from the agent's policies to the players of the roles."""
+    def cast(self, make_policy: PolicyFactory) -> Cast:
+        """Return the players of the roles, of which `make_policy` makes the agent's."""
+        others = {role: Player(self._team.opponent, agent.policy) for role, agent in self._by_role.items()}
+        players = others | {self._team.role: Player(LEARNER, make_policy)}
+        return lambda seed, index: {role: players[role] for role in self._team.roles}
 
-    def cast(make_policy: PolicyFactory) -> Cast:
-        players = {role: Player(team.opponent, opponent.policy) for role in team.roles}
-        return lambda seed, index: players | {team.role: Player(LEARNER, make_policy)}
-
-    return cast
+    async def close(self) -> None:
+        for agent in self._agents.values():
+            await agent.close()

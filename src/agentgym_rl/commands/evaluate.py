@@ -19,7 +19,7 @@ from agentgym_rl.agent.styles import STYLES
 from agentgym_rl.agent.team import Cast
 from agentgym_rl.commands.eval_options import parse_prices, parse_turns, parse_urls, wants_published
 from agentgym_rl.commands.eval_served import OWN_TASKS, served_plan
-from agentgym_rl.commands.eval_team import cast_of, find_team, load_opponent
+from agentgym_rl.commands.eval_team import Opponent, find_team
 from agentgym_rl.commands.load_agent import AgentOptions, Candidate, find_agent, load_agent, run_of
 from agentgym_rl.common.files import write_atomically
 from agentgym_rl.config import AgentConfig, EnvironmentConfig, load_config
@@ -193,7 +193,7 @@ async def evaluate(request: Request, console: Console | None = None) -> dict[str
     plans = _requested_plans(request, await _listed_items(request))
     environment = None if request.suite or request.env is None else _environment(request, request.env)
     team = await find_team(environment, request.role, request.opponent)
-    candidate = find_agent(request.agent)
+    candidate = find_agent(replace(request.agent, role=None if team is None else team.role))
     plans = _apply_agent(plans, request, candidate)
     playable = [plan for plan in plans if plan.items]
     if not playable:
@@ -208,7 +208,7 @@ async def evaluate(request: Request, console: Console | None = None) -> dict[str
     root = request.out or default_root(Path("evals"), _name(request, candidate), config)
     # Before the folder is created: an agent that cannot be loaded leaves no folder behind.
     agent = load_agent(candidate, max(concurrency.values()), max_context)
-    opponent = None if team is None else load_opponent(team, max(concurrency.values()), max_context)
+    opponent = None if team is None else Opponent(team, max(concurrency.values()), max_context)
     try:
         with Folder(root, config, _settings(request)) as folder:
             limit = agent.max_context or max_context
@@ -222,7 +222,7 @@ async def evaluate(request: Request, console: Console | None = None) -> dict[str
                     for env in dict.fromkeys(episode.task.env for episode in remaining):
                         batch = [episode for episode in remaining if episode.task.env == env]
                         playing = candidate.playing.model_copy(update={"style": batch[0].style})
-                        cast = None if team is None else cast_of(team, opponent)
+                        cast = None if opponent is None else opponent.cast
                         await _play_environment(
                             request, playing, env, concurrency[env], batch, agent, folder, progress, cast
                         )

@@ -12,14 +12,17 @@ from agentgym_rl.training.checkpoint import export
 from agentgym_rl.training.lora import merged_model, rounding_loss
 
 
-def export_merged(run: Path, step: int | None, folder: Path, dtype: str) -> str:
+def export_merged(run: Path, step: int | None, folder: Path, dtype: str, role: str | None = None) -> str:
     """Write the merged model of a checkpoint as a Hugging Face folder. Return a line about its rounding loss.
+
+    `role` is the one whose own adapters are merged, if the run has any.
 
     Base and adapters are added in float32, independent of the dtype of the run.
     """
     if not (run / "config.toml").is_file():
         raise ConfigError(f"--merge needs a run directory, {run} is not one (config.toml is missing)")
-    candidate = find_agent(AgentOptions(str(run) if step is None else f"{run}@{step}", device="cpu", dtype="float32"))
+    spec = str(run) if step is None else f"{run}@{step}"
+    candidate = find_agent(AgentOptions(spec, role, device="cpu", dtype="float32"))
     assert candidate.model is not None
     if candidate.model.lora is None:
         raise ConfigError(f"{run} was trained without adapters and has nothing to merge: leave out --merge")

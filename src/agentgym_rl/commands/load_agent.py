@@ -32,6 +32,8 @@ class AgentOptions:
     """Options of the command line for an agent. None means the run's own setting, or the default."""
 
     spec: str
+    role: str | None = None
+    """Role to play, of several: a run may have adapters for each."""
     name: str | None = None
     temperature: float | None = None
     max_new_tokens: int | None = None
@@ -132,7 +134,7 @@ def _run_candidate(options: AgentOptions, run: Path, step: int | None) -> Candid
         steps = ", ".join(map(str, checkpoints)) or "none"
         raise ConfigError(f"{run} has no checkpoint{'' if step is None else f' of step {step}'}: it has {steps}")
     step = max(checkpoints) if step is None else step
-    folder = checkpoints[step] / "model"
+    folder = checkpoints[step] / "model" / _adapters_of(options.role, config, run)
     identity = {"kind": "run", "run": run.name, "step": step, "weights": fingerprint(folder)}
     model = _model(options, str(folder), options.chat_template or config.model.chat_template, config.model.dtype)
     if config.model.lora is not None:
@@ -148,6 +150,18 @@ def _run_candidate(options: AgentOptions, run: Path, step: int | None) -> Candid
     candidate.step = step
     candidate.model, candidate.weights = model, str(folder)
     return candidate
+
+
+def _adapters_of(role: str | None, config: Config, run: Path) -> str:
+    """Return the folder of the role's own adapters in a checkpoint's model, or an empty string if it has none."""
+    if role in config.adapter_roles:
+        return str(role)
+    if config.adapter_roles and config.team is not None and not config.team.learner_roles:
+        raise ConfigError(
+            f"{run} has adapters for the roles {', '.join(config.adapter_roles)}, and none for "
+            f"{role or 'a single agent'}: name one of them, as `eval` and `export` do with --role"
+        )
+    return ""
 
 
 @contextmanager

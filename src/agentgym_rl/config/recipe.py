@@ -245,7 +245,6 @@ class Config(Section):
         if self.team is None:
             return
         for is_set, setting in (
-            (self.scale is not None, "[scale]: games of several roles are played in one process"),
             (self.agent.kind == "external", "agent.kind = 'external'"),
             (self.agent.style in ("tool", "reflect"), f"agent.style = {self.agent.style!r}"),
             (self.rl.tree is not None, "[rl.tree]"),
@@ -254,6 +253,31 @@ class Config(Section):
         ):
             if is_set:
                 raise ValueError(f"[team] cannot be combined with it, remove {setting}")
+        self._check_role_adapters()
+
+    def _check_role_adapters(self) -> None:
+        roles = self.adapter_roles
+        if not roles:
+            return
+        if self.model.lora is None:
+            raise ValueError(f"team.roles.{roles[0]}.policy = 'adapters' needs [model.lora], got none: add it")
+        for is_set, setting in (
+            (self.scale is not None, "[scale]: adapters of roles are trained in one process"),
+            (self.engine.kind != "native", f"engine.kind = {self.engine.kind!r}"),
+            (self.rl.overlap, "rl.overlap"),
+            (self.rl.distill is not None, "[rl.distill]"),
+        ):
+            if is_set:
+                raise ValueError(
+                    f"team.roles.{roles[0]}.policy = 'adapters' cannot be combined with it, remove {setting}"
+                )
+        if unsafe := [role for role in roles if not re.fullmatch(r"\w[\w-]*", role)]:
+            raise ValueError(f"team.roles.{unsafe[0]}: a folder of adapters needs a name of letters, digits, '_', '-'")
+
+    @property
+    def adapter_roles(self) -> list[str]:
+        """Roles with adapters of their own; none for a single agent."""
+        return [] if self.team is None else self.team.adapter_roles
 
     @property
     def online(self) -> bool:
@@ -273,7 +297,7 @@ class Config(Section):
     def sessions_per_engine(self) -> int:
         """Return the episodes that each engine holds at the same time. Further episodes wait."""
         engines = self.scale.engines if self.scale is not None else len(self.engine.urls) or self.engine.replicas
-        roles = 1 if self.team is None else sum(role.policy == "learner" for role in self.team.roles.values())
+        roles = 1 if self.team is None else max(1, len(self.team.learner_roles))
         return roles * min(self.agent.concurrency, math.ceil(self.agent.concurrency / engines * ENGINE_SLACK))
 
     def require_allowed_variables(self) -> None:

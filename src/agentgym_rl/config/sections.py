@@ -173,7 +173,7 @@ class AgentConfig(Section):
 
 
 POLICY = re.compile(
-    r"learner|oracle|random|past:[1-9]\d*|checkpoint:.+|openai:[^@]+@https?://.+|scripted:[\w.]+:[\w.]+"
+    r"learner|adapters|oracle|random|past:[1-9]\d*|checkpoint:.+|openai:[^@]+@https?://.+|scripted:[\w.]+:[\w.]+"
 )
 """Policies of a role."""
 
@@ -182,8 +182,9 @@ class RoleConfig(Section):
     """One role of a game."""
 
     policy: str = "learner"
-    """Player of the role. "learner": the weights that are trained. "past:N": one of the learner's last N snapshots, the
-    same for all episodes of a group. "checkpoint:PATH": a frozen model folder, run or hub name. "oracle", "random": the
+    """Player of the role. "learner": the weights that are trained. "adapters": LoRA adapters of the role's own on the
+    learner's base model, trained on this role only. "past:N": one of the learner's last N snapshots, the same for all
+    episodes of a group. "checkpoint:PATH": a frozen model folder, run or hub name. "oracle", "random": the
     environment's own. "scripted:my_module:MyPolicy": called with (session, seed), returns a policy.
     "openai:MODEL@URL": a chat API, such as openai:gpt-4o-mini@https://api.openai.com/v1."""
     eval_policy: str | None = None
@@ -196,9 +197,16 @@ class RoleConfig(Section):
     def _known_policy(cls, policy: str | None) -> str | None:
         if policy is not None and not POLICY.fullmatch(policy):
             raise ValueError(
-                "must be learner, oracle, random, past:N, checkpoint:PATH, openai:MODEL@URL or scripted:MODULE:NAME"
+                "must be learner, adapters, oracle, random, past:N, checkpoint:PATH, openai:MODEL@URL or "
+                "scripted:MODULE:NAME"
             )
         return policy
+
+    @model_validator(mode="after")
+    def _evaluates_own_adapters(self) -> RoleConfig:
+        if self.eval_policy == "adapters" != self.policy:
+            raise ValueError("eval_policy = 'adapters' needs policy = 'adapters', which trains them")
+        return self
 
 
 class TeamConfig(Section):
@@ -218,11 +226,25 @@ class TeamConfig(Section):
 
     @model_validator(mode="after")
     def _has_a_learner(self) -> TeamConfig:
-        if not any(role.policy == "learner" for role in self.roles.values()):
-            raise ValueError("at least one role must have policy = 'learner', got none")
+        if not self.learner_roles and not self.adapter_roles:
+            raise ValueError("at least one role must have policy = 'learner' or 'adapters', got none")
+        if self.adapter_roles and self.league_size and not self.learner_roles:
+            raise ValueError("past:N is the past of a role with policy = 'learner', got none")
+        if self.adapter_roles and self.rotate:
+            raise ValueError("policy = 'adapters' trains adapters for one role, remove rotate")
         if self.measure is not None and (self.measure not in self.roles or self.rotate):
             raise ValueError(f"measure = {self.measure!r}: name one of {', '.join(self.roles)}, without rotate")
         return self
+
+    @property
+    def learner_roles(self) -> list[str]:
+        """Roles that the learner's shared weights play."""
+        return [name for name, role in self.roles.items() if role.policy == "learner"]
+
+    @property
+    def adapter_roles(self) -> list[str]:
+        """Roles with adapters of their own."""
+        return [name for name, role in self.roles.items() if role.policy == "adapters"]
 
     @property
     def league_size(self) -> int:

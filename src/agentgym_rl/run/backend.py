@@ -36,6 +36,7 @@ from agentgym_rl.training.ranks import SINGLE_PROCESS, Ranks
 from agentgym_rl.training.reward_model import RewardTrainer, save_head
 from agentgym_rl.training.rl import Learner
 from agentgym_rl.training.rl_learner import RLLearner
+from agentgym_rl.training.role_learners import RoleLearners
 from agentgym_rl.training.settings import RLSettings, SFTSettings
 from agentgym_rl.training.sft import SFT
 from agentgym_rl.types import CollectFrom, EnvPool, Sample, Trajectory
@@ -69,7 +70,7 @@ class Backend(Protocol):
     """Players of the other roles, in a game of several; else None."""
 
     @property
-    def learner(self) -> Learner: ...
+    def learner(self) -> Learner | RoleLearners: ...
 
     @property
     def version(self) -> int:
@@ -148,19 +149,14 @@ class LocalBackend:
         self._saving: Future[Any] | None = None
         """The checkpoint that is being written in the background."""
         self.learner: Any = None
+        # Before the learner adds adapters of its own to the model.
+        self._role_models = {role: lora.copy_with_own_adapters(model) for role in config.adapter_roles}
         if reference_dir is not None:
-            self.learner = make_learner(
-                model,
-                tokenizer,
-                config.rl,
-                config.model,
-                config.agent.temperature,
-                reference_dir,
-                warm=config.warm_start is not None,
-            )
+            self.learner = self._make_learner(reference_dir)
         self.renderer = Renderer(tokenizer, config.model.chat_template, thoughts=config.agent.thoughts)
         local = (make_engine or native_engine(config, model))(self.renderer)
         self._engine, self._publish = local.engine, local.publish
+        self._role_engines = {r: native_engine(config, m)(self.renderer) for r, m in self._role_models.items()}
         self._external = make_external(config.agent)
         self.max_context = self._engine.max_context
         self.team: Team | None = None
@@ -168,6 +164,23 @@ class LocalBackend:
             assert league_dir is not None
             self.team = Team(config, league_dir, partial(export, model, tokenizer))
         self.num_parameters: int = model.num_parameters()
+
+    def _make_learner(self, reference_dir: Path) -> RLLearner | RoleLearners:
+        """Return the learner of the model, or those of roles with adapters of their own."""
+        config = self._config
+        make = partial(
+            make_learner,
+            tokenizer=self._tokenizer,
+            rl=config.rl,
+            settings=config.model,
+            temperature=config.agent.temperature,
+            reference_dir=reference_dir,
+            warm=config.warm_start is not None,
+        )
+        if not self._role_models:
+            return make(self._model)
+        shared = make(self._model) if config.team is not None and config.team.learner_roles else None
+        return RoleLearners({role: make(model) for role, model in self._role_models.items()}, shared)
 
     @property
     def version(self) -> int:
@@ -184,19 +197,21 @@ class LocalBackend:
         keep_tokens: bool = False,
     ) -> CollectFrom:
         config = self._config
-        policies = engine_policies(
-            self._engine,
-            self.renderer,
-            config.agent,
-            temperature,
+        make_policies = partial(
+            engine_policies,
+            renderer=self.renderer,
+            agent=config.agent,
+            temperature=temperature,
             seeded=config.engine.seeded,
             oracle_share=oracle_share,
             external=self._external,
         )
+        policies = make_policies(self._engine)
         team: dict[str, Any] = {}
         if self.team is not None:
             measured = group_size is not None
-            team = {"cast": self.team.cast(policies, temperature, evaluating=measured), "measured": measured}
+            own = {role: make_policies(local.engine) for role, local in self._role_engines.items()}
+            team = self.team.collector_options(policies, temperature, own, measured=measured)
         return collect_each(
             config.agent,
             config.environments,
@@ -228,21 +243,34 @@ class LocalBackend:
         self._model.load_state_dict(before.state_dict())
 
     async def publish(self, version: int) -> None:
-        await self._publish(version)
+        for publish in (self._publish, *(local.publish for local in self._role_engines.values())):
+            await publish(version)
 
     def save(self, root: Path, step: int, state: dict[str, Any], keep: int) -> None:
         with_optimizer = self.learner is not None and self._config.checkpoint.optimizer
         learner = self.learner.state() if with_optimizer else None
-        write_head = None
+        add_files: Callable[[Path], None] | None = None
         if isinstance(self.learner, RewardTrainer):
-            write_head = partial(save_head, self.learner.head(), about_renderer(self._config))
-        write = partial(save_checkpoint, root, step, self._model, self._tokenizer, write_head=write_head)
+            add_files = partial(save_head, self.learner.head(), about_renderer(self._config))
+        elif self._role_models:
+            add_files = self._role_writer()
+        write = partial(save_checkpoint, root, step, self._model, self._tokenizer, add_files=add_files)
         if not self._config.checkpoint.background:
             write(state | {"learner": learner}, keep)
             return
         self.finish_saving()
         copied = on_host(state | {"learner": learner, "random": random_state()})
         self._saving = self._writer.submit(write, copied, keep, on_host(self._model.state_dict()))
+
+    def _role_writer(self) -> Callable[[Path], None]:
+        """Return a function that writes the present adapters of each role to a folder of its own."""
+        weights = {role: on_host(lora.matrices(model)) for role, model in self._role_models.items()}
+
+        def write(folder: Path) -> None:
+            for role, model in self._role_models.items():
+                export(model, self._tokenizer, folder / role, weights[role])
+
+        return write
 
     def finish_saving(self, *, wait: bool = True) -> None:
         if self._saving is not None and (wait or self._saving.done()):
@@ -260,6 +288,8 @@ class LocalBackend:
                 f"{folder} was saved with checkpoint.optimizer = false and cannot be resumed from: start a new run "
                 "with model.path set to its folder `model`"
             )
+        for role, model in self._role_models.items():
+            lora.restore_adapter(model, folder / "model" / role)
         self.learner.restore(state)
 
     async def events(self) -> list[dict[str, Any]]:
@@ -271,6 +301,8 @@ class LocalBackend:
             await part.close()
         if self.team is not None:
             await self.team.close()
+        for local in self._role_engines.values():
+            await local.engine.close()
         await self._engine.close()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -50,7 +50,7 @@ from agentgym_rl.run.rank_handles import (
 )
 from agentgym_rl.run.start import Start, describe_scratch, imitate, make_untrained_model
 from agentgym_rl.run.system import SystemMonitor
-from agentgym_rl.run.teams import Team
+from agentgym_rl.run.teams import Team, absolute_players, team_of_host
 from agentgym_rl.scale.folders import require_same, require_shared
 from agentgym_rl.scale.process_group import ProcessRanks, untied_state, whole_state
 from agentgym_rl.scale.publisher import shares_device_memory
@@ -92,6 +92,10 @@ class Job:
     """Whether samples keep the tokens after the last reply, for a critic."""
     keep_infos: bool = False
     """Whether the driver needs the infos of all turns: states to compare, or attempts."""
+    measured: bool = False
+    """Whether the group is that of an evaluation, in a game of several roles."""
+    snapshots: tuple[int, ...] = ()
+    """Steps of the snapshots that roles are played with."""
 
 
 class Rank:
@@ -288,6 +292,7 @@ class Player:
         make_renderer: Callable[[], Renderer],
         variables: dict[str, str],
         seeded: bool,
+        make_team: Callable[[], Team] | None,
         engine: Any,
     ) -> None:
         """`variables`: environment variables of the driver that the recipe names."""
@@ -295,13 +300,14 @@ class Player:
         self._agent, self._seeded, self._engine = agent, seeded, engine
         self._pool, self._stages = EnvironmentsPool(environments, agent), make_stages(agent, environments)
         self._renderer = make_renderer()
+        self._team = None if make_team is None else make_team()
 
     @property
     def num_open(self) -> int:
         return self._pool.num_open
 
-    async def play(self, job: Job) -> Group | tuple[Any, ...]:
-        """Return the group, or its parts (training/stored.py)."""
+    async def play(self, job: Job) -> list[Group] | tuple[Any, ...]:
+        """Return the group, that of each role in a game of several, or the group's parts (training/stored.py)."""
         engine = self._engine.at_least(job.version)
         policies = engine_policies(
             engine,
@@ -311,16 +317,21 @@ class Player:
             seeded=self._seeded,
             oracle_share=job.oracle_share,
         )
-        collect = make_collector(
-            self._agent, self._pool, policies, job.group_size, job.prefix, self._stages, tree=job.tree
-        )
-        (group,) = await collect([job.task], job.limits, job.seed, job.index)
+        options: dict[str, Any] = {"tree": job.tree}
+        if self._team is not None:
+            await self._team.follow(job.snapshots)
+            options = self._team.collector_options(policies, job.temperature, measured=job.measured)
+        collect = make_collector(self._agent, self._pool, policies, job.group_size, job.prefix, self._stages, **options)
+        groups = await collect([job.task], job.limits, job.seed, job.index)
         if not job.stored:
-            return group
+            return groups
+        (group,) = groups
         keep = {"keep_tail": job.keep_tail, "keep_infos": job.keep_infos, "compare": job.index < DEPENDENCE_GROUPS}
         return await asyncio.to_thread(stored.store, group, **keep)
 
     async def close(self) -> None:
+        if self._team is not None:
+            await self._team.close()
         await self._pool.close()
 
 
@@ -354,22 +365,23 @@ def config_for_workers(config: Config, device: str) -> Config:
     }
     # Only the driver asks which items there are.
     environments = tuple(env.model_copy(update={"items": {}}) for env in config.environments)
-    return config.model_copy(update={"model": model.model_copy(update=changes), "environments": environments})
+    team = None if config.team is None else absolute_players(config.team)
+    updates = {"model": model.model_copy(update=changes), "environments": environments, "team": team}
+    return config.model_copy(update=updates)
 
 
-def named_variables(environments: Iterable[EnvironmentConfig]) -> dict[str, str]:
+def named_variables(config: Config) -> dict[str, str]:
     """Return the environment variables that the recipe names, for the processes that read them.
 
     They are not given to Ray as variables of the job, which it would write into its logs.
     """
-    names = [env.token_variable for env in environments if env.token_variable is not None]
-    return {name: os.environ[name] for name in names if name in os.environ}
+    names = [env.token_variable for env in config.environments]
+    names += [config.team.api_key_variable] if config.team is not None else []
+    return {name: os.environ[name] for name in names if name is not None and name in os.environ}
 
 
 class RayBackend:
     """The backend of a run as actors on a Ray cluster."""
-
-    team: Team | None = None
 
     def __init__(self, context: RunContext, app: Any, folder: Path) -> None:
         config = context.config
@@ -380,6 +392,7 @@ class RayBackend:
         self.renderer = _load_renderer(folder, config)
         self.max_context: int = app.max_context
         self.num_parameters: int = app.on_all("num_parameters")[0]
+        self.team = None if config.team is None else Team(config, _league_dir(context), self._export)
 
     @classmethod
     async def start(
@@ -426,8 +439,9 @@ class RayBackend:
                         worker_config.environments,
                         worker_config.agent,
                         partial(_load_renderer, folder, worker_config),
-                        named_variables(config.environments),
+                        named_variables(config),
                         config.engine.seeded,
+                        None if config.team is None else partial(team_of_host, worker_config, _league_dir(context)),
                     ),
                 ),
             )
@@ -457,20 +471,21 @@ class RayBackend:
 
         async def collect(tasks: list[Task], limits: Limits, seed: int, first: int = 0, /) -> list[Group]:
             rl, attempts = self._config.rl, self._config.agent.style == "reflect"
-            keep = (keep_tokens, rl.algorithm == "ppo", rl.credit == "anchor" or attempts)
-            more = (temperature, self.version, oracle_share, tree, *keep)
+            keep = (keep_tokens and self.team is None, rl.algorithm == "ppo", rl.credit == "anchor" or attempts)
+            team = (group_size is not None, () if self.team is None else self.team.snapshots)
+            more = (temperature, self.version, oracle_share, tree, *keep, *team)
             jobs = [Job(t, limits, seed, i, prefix, sizes[t.env], *more) for i, t in enumerate(tasks, first)]
-            return list(await asyncio.gather(*(play(job) for job in jobs)))
+            return [group for groups in await asyncio.gather(*(play(job) for job in jobs)) for group in groups]
 
-        async def play(job: Job) -> Group:
+        async def play(job: Job) -> list[Group]:
             parts, references = await self._app.play(job, job.group_size, 3 if job.stored else 1)
-            group = parts[0]
+            groups = [parts[0]] if job.stored else parts[0]
             if job.stored:
-                stored.attach(group, parts[1], parts[2], references[1])
+                stored.attach(parts[0], parts[1], parts[2], references[1])
             if on_trajectory is not None:
-                for trajectory in group.trajectories:
+                for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
                     on_trajectory(trajectory)
-            return group
+            return groups
 
         return collect
 
@@ -493,6 +508,9 @@ class RayBackend:
     def load_model(self, folder: Path) -> None:
         self.learner = None
         self._app.on_all("load", str(folder.absolute()))
+
+    def _export(self, folder: Path) -> None:
+        self._app.on_all("export", str(folder.absolute()))
 
     async def publish(self, version: int) -> None:
         if version != self.version:
@@ -568,6 +586,10 @@ def plan_of(config: Config) -> Plan:
     )
     shares_device_memory(plan)  # raises for an unknown value
     return plan
+
+
+def _league_dir(context: RunContext) -> Path:
+    return context.log.root.absolute() / "league"
 
 
 def release_memory() -> None:

@@ -41,6 +41,14 @@ def load_from(folder: str | Path, settings: ModelConfig, ranks: Ranks | None = N
     return load_model(str(folder), device=device, dtype=dtype, ranks=ranks or SINGLE_PROCESS)
 
 
+def base_of_adapters(folder: Path) -> str | None:
+    """Return the folder or hub name of the model that a folder's adapters were trained on; None without adapters."""
+    adapters = folder / "adapter_config.json"
+    if not adapters.is_file():
+        return None
+    return str(json.loads(adapters.read_text(encoding="utf-8"))["base_model_name_or_path"])
+
+
 def load_frozen(path: str, setting: str, settings: ModelConfig, ranks: Ranks | None = None) -> tuple[Any, Any]:
     """Return (model, tokenizer) of a folder, a hub name or a run's last checkpoint, with its adapters if it has any."""
     from agentgym_rl.training import lora
@@ -50,9 +58,8 @@ def load_frozen(path: str, setting: str, settings: ModelConfig, ranks: Ranks | N
 
     folder = folder_of(path, setting)
     device, dtype = choose_device(settings)
-    adapters = folder / "adapter_config.json"
-    if adapters.is_file():
-        base = json.loads(adapters.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    base = base_of_adapters(folder)
+    if base is not None:
         model, tokenizer = load_model(base, device=device, dtype=dtype)  # whole on each rank, as adapters are
         lora.load_adapter(model, folder)
     else:

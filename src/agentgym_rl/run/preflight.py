@@ -17,6 +17,7 @@ from agentgym_rl.environment.own_class import is_import_path
 from agentgym_rl.errors import ConfigError, EngineError
 from agentgym_rl.rewards.scores import own_reward
 from agentgym_rl.run.environments_pool import load_class, read_recipe_items, read_token
+from agentgym_rl.run.load_model import base_of_adapters
 from agentgym_rl.run.memory_demand import require_memory, shape_of, why_not_split
 from agentgym_rl.run.teams import scripted_policy, team_problem
 from agentgym_rl.run.trackers import require_trackers
@@ -125,7 +126,8 @@ def require_team(config: Config) -> None:
         for policy in (role.policy, role.eval_policy or ""):
             kind, _, rest = policy.partition(":")
             if kind == "checkpoint":
-                find_model(str(folder_of(rest, "team.roles: checkpoint")))
+                folder = folder_of(rest, "team.roles: checkpoint")
+                find_model(base_of_adapters(folder) or str(folder))
             elif kind == "scripted":
                 scripted_policy(rest)
             elif kind == "openai":

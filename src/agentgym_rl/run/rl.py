@@ -18,6 +18,7 @@ from agentgym_rl.training.checkpoint import checkpoint_path, list_checkpoints
 from agentgym_rl.training.doctor import Doctor
 from agentgym_rl.training.horizon import make_horizon
 from agentgym_rl.training.rl import Hooks, RLState, expected_steps, train_rl
+from agentgym_rl.training.role_learners import RoleLearners
 from agentgym_rl.types import Collect, Group, StopReason
 
 
@@ -58,7 +59,8 @@ class RLRun(Run):
         collect: Collect = playing if self.rewards is None else self.rewards.scoring(playing)
         learner = backend.learner
         if config.rl.distill is not None and config.rl.distill.url is not None:
-            learner = await make_taught(backend.learner, config.rl.distill, backend.renderer, backend.max_context)
+            assert not isinstance(learner, RoleLearners)  # refused with [rl.distill]
+            learner = await make_taught(learner, config.rl.distill, backend.renderer, backend.max_context)
         # The horizon replaces the 1 turn at every step.
         limits = {env.name: limits_of(config.agent, 1, backend.max_context, env) for env in config.environments}
         self._mark_resumable()

@@ -19,8 +19,11 @@ from agentgym_rl.config import Config, TeamConfig
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.run.collectors import demonstrators, engine_policies
 from agentgym_rl.run.load_model import load_from, load_frozen
+from agentgym_rl.training.locate_model import folder_of
 from agentgym_rl.types import LEARNER, EnvSession, Group, Sampling, StopReason, Trajectory
 
+ADAPTERS = "adapters"
+"""Policy of a role with adapters of its own, which are trained: its player is the learner."""
 START_RATING = 1000.0
 """Rating of the learner at the start of a run, and of every player that is no snapshot."""
 RATING_STEP = 4.0
@@ -58,10 +61,14 @@ class League:
     def __init__(self, root: Path, size: int, every: int, export: Callable[[Path], None]) -> None:
         self._root, self._size, self._every, self._export = root, size, every, export
         self.ratings = {LEARNER: START_RATING}
+        self.known: Sequence[int] | None = None
+        """Steps of the snapshots, if another process takes them; None if they are listed from the folder."""
 
     @property
     def steps(self) -> list[int]:
         """Steps after which the snapshots were taken, ascending."""
+        if self.known is not None:
+            return list(self.known)
         return sorted(int(path.name.rpartition("_")[2]) for path in self._root.glob("step_*"))
 
     def folder(self, step: int) -> Path:
@@ -143,8 +150,24 @@ class Team:
         self._frozen: dict[str, Frozen] = {}
         self._clients: dict[str, ChatClient] = {}
 
-    def cast(self, learner: PolicyFactory, temperature: float, *, evaluating: bool) -> Cast:
-        """Return who plays which role in each group. `learner` makes the policies of the weights that are trained."""
+    def collector_options(
+        self,
+        learner: PolicyFactory,
+        temperature: float,
+        own: Mapping[str, PolicyFactory] | None = None,
+        *,
+        measured: bool,
+    ) -> dict[str, Any]:
+        """Return the options of a collector that plays with this team."""
+        return {"cast": self.cast(learner, temperature, own or {}, evaluating=measured), "measured": measured}
+
+    def cast(
+        self, learner: PolicyFactory, temperature: float, own: Mapping[str, PolicyFactory], *, evaluating: bool
+    ) -> Cast:
+        """Return who plays which role in each group.
+
+        `learner` makes the policies of the weights that roles share, and `own` those of each role's own adapters.
+        """
         roles = self._team.roles
 
         def choose(seed: int, index: int) -> Mapping[str, Player]:
@@ -154,16 +177,20 @@ class Team:
             for number, (role, settings) in enumerate(roles.items()):
                 source = sources[(number + shift) % len(sources)]
                 policy = (evaluating and source.eval_policy) or source.policy
-                name, make = self._player(policy, learner, temperature, stable_seed(seed, index, number, "league"))
+                trained = own[role] if policy == ADAPTERS else learner
+                drawn = stable_seed(seed, index, number, "league")
+                name, make = self._player(policy, role, trained, temperature, drawn)
                 players[role] = Player(name, make, settings.max_turns)
             first = self._team.measure
             return {first: players[first], **players} if evaluating and first is not None else players
 
         return choose
 
-    def _player(self, policy: str, learner: PolicyFactory, temperature: float, seed: int) -> tuple[str, PolicyFactory]:
+    def _player(
+        self, policy: str, role: str, learner: PolicyFactory, temperature: float, seed: int
+    ) -> tuple[str, PolicyFactory]:
         kind, _, rest = policy.partition(":")
-        if policy == LEARNER:
+        if policy in (LEARNER, ADAPTERS):
             return LEARNER, learner
         if kind in ("oracle", "random"):
             return policy, demonstrators(policy)
@@ -172,18 +199,19 @@ class Team:
         if kind == "openai":
             return policy, self._chat(rest, temperature)
         name = snapshot_name(self.league.choose(int(rest), seed)) if kind == "past" else policy
-        return name, self._load(name).policies(temperature)
+        return name, self._load(name if kind == "past" else role_folder(rest, role)).policies(temperature)
 
     def _load(self, name: str) -> Frozen:
+        """Return the engine of a snapshot, or of a model folder or hub name."""
         if name not in self._frozen:
             from agentgym_rl.training.learner import freeze
 
-            kind, _, rest = name.partition("@" if name.startswith("past@") else ":")
+            kind, _, step = name.partition("@")
             settings = self._config.model
-            if kind == "past":
-                model, tokenizer = load_from(self.league.folder(int(rest)), settings)
+            if kind == "past" and step.isdigit():
+                model, tokenizer = load_from(self.league.folder(int(step)), settings)
             else:
-                model, tokenizer = load_frozen(rest, "team.roles: checkpoint", settings)
+                model, tokenizer = load_frozen(name, "team.roles: checkpoint", settings)
             self._frozen[name] = Frozen(freeze(model), tokenizer, self._config)
         return self._frozen[name]
 
@@ -201,7 +229,20 @@ class Team:
     async def advance(self, step: int) -> None:
         """Take a snapshot if one is due after `step`. Free the engines of those that are not drawn from any more."""
         self.league.add(step)
-        needed = {snapshot_name(step) for step in self.league.steps[-max(1, self._team.league_size) :]}
+        await self._free_unused()
+
+    async def follow(self, snapshots: Sequence[int]) -> None:
+        """Draw from the snapshots of these steps, which another process has taken."""
+        self.league.known = snapshots
+        await self._free_unused()
+
+    @property
+    def snapshots(self) -> tuple[int, ...]:
+        """Steps of the snapshots that players are drawn from."""
+        return tuple(self.league.steps[-max(1, self._team.league_size) :])
+
+    async def _free_unused(self) -> None:
+        needed = {snapshot_name(step) for step in self.snapshots}
         for name in [n for n in self._frozen if n.startswith("past@") and n not in needed]:
             await self._frozen.pop(name).close()
 
@@ -212,6 +253,12 @@ class Team:
             await client.close()
 
 
+def role_folder(path: str, role: str) -> str:
+    """Return the folder that `checkpoint:PATH` names for a role: that of its own adapters, if the model has some."""
+    own = folder_of(path, "team.roles: checkpoint") / role
+    return str(own) if (own / "adapter_config.json").is_file() else path
+
+
 def scripted_policy(path: str) -> PolicyFactory:
     """Return the factory that `my_module:MyPolicy` names: called with (session, seed), it returns a policy."""
     make = import_named(path, f"team.roles: scripted:{path}", "a policy of your own", "my_module:MyPolicy")
@@ -219,6 +266,38 @@ def scripted_policy(path: str) -> PolicyFactory:
         raise ConfigError(f"team.roles: scripted:{path} must be callable with (session, seed), got {make!r:.60}")
     factory: PolicyFactory = make
     return factory
+
+
+def team_of_host(config: Config, root: Path) -> Team:
+    """Return the players in a process that plays games for another, which takes the snapshots in `root`.
+
+    Such a process has no device, so frozen models play on its CPUs.
+    """
+    import torch
+
+    assert config.scale is not None
+    torch.set_num_threads(config.threads or max(1, int(config.scale.env_host_cpus)))
+    model = config.model.model_copy(update={"device": "cpu"})
+    return Team(config.model_copy(update={"model": model}), root, _taken_elsewhere)
+
+
+def _taken_elsewhere(folder: Path) -> None:
+    raise RuntimeError(f"{folder}: another process takes the snapshots of this run")
+
+
+def absolute_players(team: TeamConfig) -> TeamConfig:
+    """Return the team with full paths of checkpoints, for processes in other folders."""
+
+    def absolute(policy: str | None) -> str | None:
+        kind, _, path = (policy or "").partition(":")
+        folder = Path(path).expanduser()
+        return f"checkpoint:{folder.absolute()}" if kind == "checkpoint" and folder.is_dir() else policy
+
+    roles = {
+        name: role.model_copy(update={key: absolute(getattr(role, key)) for key in ("policy", "eval_policy")})
+        for name, role in team.roles.items()
+    }
+    return team.model_copy(update={"roles": roles})
 
 
 def demonstrating_cast(team: TeamConfig | None, policy: str) -> Cast | None:

@@ -1,7 +1,8 @@
 """Checkpoints: written atomically, the last k kept.
 
 checkpoints/step_000010/
-    model/        a Hugging Face folder, ready to use; with LoRA the adapters alone, in peft's format
+    model/        a Hugging Face folder, ready to use; with LoRA the adapters alone, in peft's format; a folder in it
+                  for each role of a team that has adapters of its own
     trainer.pt    optimizer, random states, schedules, data position
     shards/       with several ranks: the optimizer state, which trainer.pt then lacks
     files.json    the size of every file, so that missing or truncated files are noticed before a run resumes
@@ -40,14 +41,14 @@ def save_checkpoint(
     state: dict[str, Any],
     keep: int,
     weights: dict[str, Tensor] | None = None,
-    write_head: Callable[[Path], None] | None = None,
+    add_files: Callable[[Path], None] | None = None,
 ) -> Path:
     """Write `root/step_<step>` atomically and return its path. `weights` are written instead of the model's own, and
-    `write_head` adds a head to the model's folder."""
+    `add_files` adds files to the model's folder."""
     with staged(root, step, keep) as folder:
         export(model, tokenizer, folder / "model", weights)
-        if write_head is not None:
-            write_head(folder / "model")
+        if add_files is not None:
+            add_files(folder / "model")
         save_state(folder, step, state)
     return checkpoint_path(root, step)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import logging
 import math
 import warnings
 from collections.abc import Iterable, Iterator
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.training.settings import LoraSettings
@@ -58,7 +60,7 @@ def load_adapter(model: Any, folder: Path, name: str = POLICY) -> None:
     with _quiet():
         try:
             model.load_adapter(str(folder), name, is_trainable=name == POLICY)
-            fits = _matrix_names(model, name) == _matrix_names_in_file(folder)
+            fits = _matrices(model, name).keys() == _matrix_names_in_file(folder)
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"the adapter in {folder} cannot be loaded: {str(error).splitlines()[0]}") from error
         except RuntimeError as error:
@@ -70,10 +72,10 @@ def load_adapter(model: Any, folder: Path, name: str = POLICY) -> None:
     model.set_adapter(POLICY)
 
 
-def _matrix_names(model: Any, name: str) -> set[str]:
-    """Return the names of an adapter's matrices as in its file."""
-    parts = (part for part, _ in model.named_parameters() if "lora_" in part and f".{name}" in part)
-    return {part.replace(f".{name}", "") for part in parts}
+def _matrices(model: Any, name: str) -> dict[str, torch.Tensor]:
+    """Return an adapter's matrices by their names in its file."""
+    named = model.named_parameters()
+    return {part.replace(f".{name}", ""): p for part, p in named if "lora_" in part and f".{name}" in part}
 
 
 def _matrix_names_in_file(folder: Path) -> set[str]:
@@ -90,6 +92,25 @@ def copy_adapter(model: Any, settings: LoraSettings, name: str) -> None:
             if f".{name}." in key:
                 parameter.copy_(parameters[key.replace(f".{name}.", f".{POLICY}.")])
     model.set_adapter(POLICY)
+
+
+def matrices(model: Any) -> dict[str, torch.Tensor]:
+    """Return the matrices of all adapters by their names in the model."""
+    return {name: tensor for name, tensor in model.state_dict().items() if "lora_" in name}
+
+
+def copy_with_own_adapters(model: Any) -> Any:
+    """Return a copy of the model that shares all frozen tensors with it and has a copy of the trained adapter."""
+    frozen = [*(p for p in model.parameters() if not p.requires_grad), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in frozen})
+
+
+@torch.no_grad()
+def restore_adapter(model: Any, folder: Path) -> None:
+    """Copy the adapter of a folder into the policy's, in place."""
+    saved = load_file(folder / "adapter_model.safetensors")
+    for name, parameter in _matrices(model, POLICY).items():
+        parameter.copy_(saved[f"base_model.model.{name}"])
 
 
 def require_mergeable(model: Any) -> None:
@@ -163,7 +184,16 @@ def adapter(model: Any, name: str | None) -> Iterator[Any]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence peft's warning about several adapters in one model, which are intended here."""
+    """Silence warnings about several adapters in one model, which are intended here.
+
+    Transformers reports the matrices of the other adapters as missing from a file. `load_adapter` checks them itself.
+    """
+    logger = logging.getLogger("transformers.integrations.peft")
+    level = logger.level
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
-        yield
+        logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            logger.setLevel(level)

@@ -19,6 +19,7 @@ from agentgym_rl.training.group_queue import GroupQueue, QueuedGroup
 from agentgym_rl.training.horizon import Horizon
 from agentgym_rl.training.metrics import digest_of, episode_metrics
 from agentgym_rl.training.rl_learner import policy_metrics
+from agentgym_rl.training.role_learners import RoleLearners, joined_metrics
 from agentgym_rl.training.settings import RLSettings
 from agentgym_rl.training.task_source import TaskSource
 from agentgym_rl.types import Collect, Group, Limits, Sample, StopReason, Task, Trajectory
@@ -116,7 +117,7 @@ def expected_steps(settings: RLSettings, step: int, tokens: float) -> int:
 
 async def train_rl(
     state: RLState,
-    learner: Learner,
+    learner: Learner | RoleLearners,
     collect: Collect,
     publish: Callable[[int], Awaitable[None]],
     limits: dict[str, Limits],
@@ -181,6 +182,17 @@ def _sampled_tokens(groups: list[Group]) -> int:
 
 
 def _learn(
+    groups: list[Group], state: RLState, learner: Learner | RoleLearners, *arguments: Any
+) -> tuple[dict[str, float | str], list[Sample]]:
+    """Learn from a step's groups, of each role with its own learner. Return (metrics, trained samples)."""
+    if not isinstance(learner, RoleLearners):
+        return _learn_from(groups, state, learner, *arguments)
+    parts = [(role, own, _learn_from(own, state, each, *arguments)) for role, each, own in learner.split(groups)]
+    samples = [sample for _, _, (_, trained) in parts for sample in trained]
+    return joined_metrics([(role, len(own), metrics) for role, own, (metrics, _) in parts]), samples
+
+
+def _learn_from(
     groups: list[Group],
     state: RLState,
     learner: Learner,
@@ -188,7 +200,7 @@ def _learn(
     settings: RLSettings,
     seed: int,
 ) -> tuple[dict[str, float | str], list[Sample]]:
-    """Learn from a step's groups. Return (metrics, trained samples)."""
+    """Learn from groups with one learner. Return (metrics, trained samples)."""
     settings = settings_at(settings, state.step)
     batch = played = gather(widest_groups(groups, settings.keep_groups), settings, limits)
     needs_models = settings.distill is not None or settings.correction is not None
