@@ -271,6 +271,6 @@ async def test_another_sampling_temperature_is_named_sampler_mismatch(
     monkeypatch.setattr(
         backend,
         "engine_policies",
-        lambda engine, renderer, agent, _, **options: engine_policies(engine, renderer, agent, 3.0),
+        lambda engine, **options: engine_policies(engine, **options | {"temperature": 3.0}),
     )
     assert "sampler_mismatch" in rules_of(await drive(tmp_path, steps=4))

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from runs_for_tests import comparable_metrics, quiet
 from teacher_for_tests import teacher_server
-from test_recipes import tiny_qwen
 from tokenizers_for_tests import byte_level_bpe
 from training_for_tests import tiny_model
 
@@ -21,7 +20,6 @@ FEW = (
     *("threads=1", "rl.steps=2", "rl.groups_per_step=2", "rl.optimizer.lr=0.01", "eval.episodes=1", "eval.max_turns=1"),
     *("horizon.turns=[1, 2]", "horizon.steps_per_stage=1", "agent.max_context=1024", "model.chat_template=chatml"),
 )
-__all__ = ["tiny_qwen"]  # a fixture
 
 
 @pytest.fixture(scope="module")

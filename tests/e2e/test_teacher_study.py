@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from judge_for_tests import judge_server
 from runs_for_tests import Process
-from test_recipes import TINY_QWEN, tiny_qwen
+from test_recipes import TINY_QWEN
 from transformers import AutoTokenizer
 
 from agentgym_rl.agent.templates import CHATML
@@ -21,7 +21,6 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "results"))
 import studies  # noqa: E402
 
-__all__ = ["tiny_qwen"]  # a fixture
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 SMALL = {
