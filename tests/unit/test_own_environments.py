@@ -331,7 +331,7 @@ async def test_episodes_that_fail_in_the_warm_start_are_reported(folder: Path) -
     await pool.close()
     assert len(played) == 40
     (event,) = map(json.loads, (folder / "run" / "events.jsonl").read_text().splitlines())
-    assert event["kind"] == "episode_errors"
+    assert event["kind"] == "episodes_failed"
     assert "episodes failed and are not used; the first, of echo_for_tests:Breaks: " in event["message"]
     assert "boom" in event["message"]
 

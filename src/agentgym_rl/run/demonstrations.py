@@ -220,7 +220,7 @@ async def play_demonstrations(
     failed = [t for t in played if t.stop is StopReason.ERROR]
     if failed:
         context.warn(
-            "episode_errors",
+            "episodes_failed",
             f"{label}: {len(failed)} of {len(played)} episodes failed and are not used; the first, of "
             f"{failed[0].task.env}: {failed[0].error}",
             step=0,
