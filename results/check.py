@@ -186,6 +186,9 @@ def conditions(page: Page) -> None:
     page.expect(
         "*KeyInBox* carries # of the # points", -(key["staged"] - key["fixed-long"]) / 6, -points(less["fixed-long"])
     )
+
+
+def smollm2_conditions(page: Page) -> None:
     small = by_arm(load("horizon-smollm2"), "outcomes")
     rate = {(arm, s): points(item_rates(r, 16).values()) for (_, arm), seeds in small.items() for s, r in seeds.items()}
     page.expect(
@@ -234,6 +237,9 @@ def conditions(page: Page) -> None:
         for n, count in ((1, 31), (2, 41), (3, 25))
     ]
     page.expect("depth 2 carries # of the # points, depth 1 # and depth 3 #", share[1], sum(share), share[0], share[2])
+
+
+def other_settings(page: Page) -> None:
     other = by_arm(load("horizon-settings"), "outcomes")
     for task, title in (
         ("far rooms, lr x 3", "three times the learning rate"),
@@ -252,8 +258,8 @@ def mean_differences(columns: Sequence[Sequence[float]]) -> list[float]:
     return [mean(values) for values in zip(*columns, strict=True)]
 
 
-def claim_c(page: Page) -> None:
-    agents = by_arm(load("interaction"), "outcomes")
+def rates_by_turns(page: Page, agents: Groups) -> dict[tuple[str, int, int], float]:
+    """Check the table of success by turns. Return the success of each agent by (arm, turns, seed)."""
     turns = (2, 4, 8, 16, 32)
     chance = agents["babyai", "random play"][0]
     page.expect("| random play | #% | #% | #% | #% | #% |", *(points(item_rates(chance, t).values()) for t in turns))
@@ -266,6 +272,13 @@ def claim_c(page: Page) -> None:
                 values += [mean(seeds), min(seeds), max(seeds)]
                 rates |= {(f"{arm} {size}", t, s): v for s, v in enumerate(seeds)}
             page.expect(f"| {size}, {word} | {' | '.join(['#% (#–#)'] * 5)} |", *values)
+    return rates
+
+
+def claim_c(page: Page) -> None:
+    agents = by_arm(load("interaction"), "outcomes")
+    chance = agents["babyai", "random play"][0]
+    rates = rates_by_turns(page, agents)
     by_seed = [rates["staged 1M", 32, s] - rates["staged 25M", 4, s] for s in range(3)]
     gains = mean_differences(
         [
@@ -358,6 +371,8 @@ def ablations(page: Page) -> None:
         d = [a - b for a, b in zip(end[arm], end["unchanged"], strict=True)]
         difference = "**#**" if mean(d) > 5 else "#"
         page.expect(f"| {title} | #% | {difference} (# to #) |", mean(end[arm]), mean(d), min(d), max(d))
+    gains = [mean(end[arm]) - mean(end["unchanged"]) for arm in ("credit by turns", "anchor states")]
+    page.expect("anchor states brought # and # points", *gains)
 
 
 def mean_over_run(record: dict[str, Any], since: float) -> float:
@@ -426,6 +441,10 @@ def details(page: Page) -> None:
         for arm, n in (("staged", 2), ("fixed-long", 0))
     ]
     page.expect("its entropy (# against # nats a token)", *entropy)
+
+
+def far_rooms(page: Page) -> None:
+    """Check the sentences about far rooms and the table of other settings there."""
     agents = by_arm(load("horizon-conditions"), "outcomes")
     keys = {
         arm: sorted(
@@ -447,6 +466,7 @@ def details(page: Page) -> None:
         a: {s: points(item_rates(r, 16).values()) for s, r in agents["far rooms", a].items()}
         for a in ("staged", "fixed-long")
     }
+    far = by_arm(load("horizon-conditions"), "evaluations")
     drops = [points(largest_drop(r) for r in far["far rooms", a].values()) for a in ("staged", "fixed-long")]
     page.expect(
         "| as above | #% | #% | #, #, # | # and # points (six seeds) |",
@@ -472,15 +492,6 @@ def details(page: Page) -> None:
             )
     less = [first["staged"][s] - first["fixed-long"][s] for s in sorted(first["staged"])]
     page.expect("it ends # points below fixed-long (p = #)", -mean(less), listed_sign_flips(less))
-    changed = by_arm(load("ablations"), "evaluations")
-    end = {
-        arm: mean(100 * r["evaluations"][-1]["success"] for r in seeds.values()) for (_, arm), seeds in changed.items()
-    }
-    page.expect(
-        "anchor states brought # and # points",
-        end["credit by turns"] - end["unchanged"],
-        end["anchor states"] - end["unchanged"],
-    )
 
 
 def real_model(page: Page) -> None:
@@ -520,7 +531,10 @@ def real_model(page: Page) -> None:
     page.expect("Over base on depths 1 and 2: # points", rates[0] - rates[1])
 
 
-CHECKS = (real_model, claim_a, claim_b, conditions, claim_c, ablations, details)
+CHECKS = (
+    *(real_model, claim_a, claim_b, conditions, smollm2_conditions, other_settings),
+    *(claim_c, ablations, details, far_rooms),
+)
 
 
 def main() -> None:

@@ -14,8 +14,9 @@ from importlib.resources import files
 from itertools import accumulate
 from typing import Any
 
+from jobs import RANDOM
+from qwen_studies import QWEN, QWEN_SIZES
 from records import Record, evaluations_of, item_rates, mean_curve, runs_of, success_at, turns_of
-from studies import QWEN, QWEN_SIZES, RANDOM
 from tables import holm, in_points
 
 from agentgym_rl.environment import catalog

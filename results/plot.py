@@ -17,6 +17,7 @@ from typing import Any
 
 import collapse
 import paper
+from jobs import RANDOM
 from records import (
     Record,
     curve,
@@ -31,7 +32,7 @@ from records import (
     success_at,
     turns_of,
 )
-from studies import NO_EXAMPLES, RANDOM, SIZES
+from studies import NO_EXAMPLES, SIZES
 from tables import (
     agents_table,
     arms_table,

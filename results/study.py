@@ -25,7 +25,8 @@ from typing import Any
 
 from behaviour import MEANINGS, behaviour, blocks, by_step, read_episodes
 from episodes import keep_episodes
-from studies import PLACEHOLDER, PRETRAINED, STUDIES, Job
+from jobs import PLACEHOLDER, PRETRAINED, Job
+from studies import STUDIES
 
 from agentgym_rl.evaluation.compare import load_side
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 
+from jobs import RANDOM
 from records import (
     Record,
     final_success,
@@ -17,7 +18,6 @@ from records import (
     success_at,
     turns_of,
 )
-from studies import RANDOM
 
 from agentgym_rl.evaluation.statistics import mcnemar_exact, mean_interval, sign_flip_test
 

@@ -1,4 +1,4 @@
-"""MkDocs hook: fills the generated parts of pages when the site is built.
+"""MkDocs hook: fills the generated parts of pages, and adds generated pages, when the site is built.
 
 A page holds a marker such as `<!-- generated: recipe -->`; the text comes from the code or from the JSON of a
 measurement, so it cannot drift. `mkdocs.yml` names this file under `hooks`.
@@ -12,6 +12,9 @@ import importlib
 import inspect
 import json
 import re
+import subprocess
+import sys
+import tempfile
 import textwrap
 import types
 import typing
@@ -23,6 +26,25 @@ ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "results" / "benchmarks"
 MARKER = re.compile(r"<!-- generated: ([\w-]+) -->(?:\n> .*)*")
 """A marker, with the quoted lines below it that a reader of the source sees instead."""
+
+
+EPISODES = {
+    "results/episodes-textcraft.html": ("qwen-first/eval-qwen-base-textcraft", "qwen-first/eval-qwen-first-textcraft")
+}
+"""Evaluations under results/ by the page that shows ten episodes of each, as the viewer exports them."""
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages of EPISODES to the site (called by MkDocs)."""
+    from mkdocs.structure.files import File
+
+    for page, jobs in EPISODES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "page.html"
+            command = [sys.executable, ROOT / "results" / "episodes.py", "page", "--out", out, *jobs]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            files.append(File.generated(config, page, content=out.read_text(encoding="utf-8")))
+    return files
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

@@ -116,12 +116,11 @@ def restore_adapter(model: Any, folder: Path) -> None:
 @torch.no_grad()
 def policy_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of the policy's adapter, named as in peft's files. B is scaled: read them with alpha = rank."""
-    for name, parameter in model.named_parameters():
-        path, found, matrix = name.partition(".lora_")
-        if found and f".{POLICY}" in matrix:
-            is_b = matrix.partition(".")[0].endswith("B")
-            scale = model.get_submodule(path).scaling[POLICY] if is_b else 1.0
-            yield f"base_model.model.{name.replace(f'.{POLICY}', '')}", parameter.detach() * scale
+    for name, parameter in _matrices(model, POLICY).items():
+        layer, _, matrix = name.partition(".lora_")
+        is_b = matrix.partition(".")[0].endswith("B")
+        scale = model.get_submodule(layer).scaling[POLICY] if is_b else 1.0
+        yield f"base_model.model.{name}", parameter.detach() * scale
 
 
 @torch.no_grad()
