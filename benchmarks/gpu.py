@@ -12,8 +12,11 @@ learner   an update on 8k and 43k tokens against the plain transformers step and
 step      a whole RL step on TextCraft, GRPO on a real chat model, against TRL's GRPOTrainer. Needs --model-folder, a
           folder of a chat model such as SmolLM2-135M-Instruct. (gpu_parts/step.py)
 run       whole RL steps of the recipes qwen/textcraft and qwen/babyai with --model-folder or random 1.5B weights:
-          tokens/s of rollouts, the device's busy share and the host's time by part. --against SRC measures another
-          source tree in the same run. Not among the default parts. (gpu_parts/run.py)
+          tokens/s of rollouts, the device's busy share and the host's time by part. --against CHECKOUT measures
+          another commit in the same run, with its own run.py (79ddf8f or later). Not among the default parts.
+          (gpu_parts/run.py)
+large     whole GRPO steps of random weights on one device, 64 episodes of 4k tokens: 7B, every parameter, and 32B with
+          adapters. Peak memory beside the doctor's estimate. Not among the default parts. (gpu_parts/run.py)
 
 Every measurement is a separate process with --limit-s seconds. The table reports one that fails or times out, and the
 others continue. FOLDER gets a log of each measurement, and results.json and table.md, rewritten after each. If vLLM or
@@ -37,10 +40,12 @@ from typing import Any
 PARTS = ("rollout", "learner", "step")
 """Default parts."""
 MODELS = ("smollm2-135m", "qwen2.5-1.5b")
+LARGE_MODELS = ("qwen2.5-7b", "qwen2.5-32b")
 PEERS = ("transformers", "vllm", "trl")
 RECIPES = ("textcraft", "babyai")
 HERE = Path(__file__).parent
-METRIC = {"rollout": "tokens_per_s", "learner": "tokens_per_s", "step": "episodes_per_s", "run": "tokens_per_s"}
+METRIC = dict.fromkeys(("rollout", "learner", "run", "large"), "tokens_per_s") | {"step": "episodes_per_s"}
+LARGE_SPEEDS = {"rollout": "tokens_per_s", "learner": "learner_tokens_per_s"}
 UNITS = {"tokens_per_s": "tokens/s", "episodes_per_s": "episodes/s"}
 
 
@@ -50,6 +55,7 @@ class Job:
 
     name: str
     script: str
+    """In gpu_parts, or an absolute path."""
     arguments: list[str]
     paths: list[str] = field(default_factory=list)
     """Folders put before PYTHONPATH."""
@@ -95,6 +101,8 @@ def jobs_of(options: argparse.Namespace) -> list[Job]:
                 later.append(Job("step-trl-vllm", "trl_peer.py", [*arguments, "--vllm"], paths, taught))
     if "run" in parts:
         jobs += _run_jobs(options, device)
+    if "large" in parts:
+        jobs += [_large_job(model, device, options) for model in options.large_models]
     return jobs + later
 
 
@@ -109,13 +117,25 @@ def _run_jobs(options: argparse.Namespace, device: list[str]) -> list[Job]:
         common = [*device, "--recipe", recipe, *sizes]
         jobs.append(Job(f"run-{recipe}", "run.py", common))
         if options.against is not None:
-            paths = [str(options.against.resolve())]
-            jobs.append(Job(f"run-{recipe}-against", "run.py", [*common, "--who", "against"], paths))
+            other = options.against.resolve()
+            script = str(other / "benchmarks" / "gpu_parts" / "run.py")
+            jobs.append(Job(f"run-{recipe}-against", script, [*common, "--who", "against"], [str(other / "src")]))
     return jobs
 
 
 def _paths(*folders: Path | None) -> list[str]:
     return [str(folder) for folder in folders if folder is not None]
+
+
+def _large_job(model: str, device: list[str], options: argparse.Namespace) -> Job:
+    settings = ["rl.optimizer.checkpoint_activations=true", "rl.optimizer.micro_batch_tokens=4096"]
+    sizes = ["--episodes", "64", "--turns", "60", "--reply-tokens", "96", "129", "--warm", "0", "--steps", "1"]
+    if options.tiny:
+        sizes = ["--tiny", "--episodes", "4", "--turns", "2", "--steps", "1"]
+    adapters = ["--lora", "16"] if "32b" in model else []
+    shape = [] if options.tiny else ["--model", model]
+    common = [*device, "--part", "large", "--recipe", "babyai", *shape, *adapters, *sizes, "--set", *settings]
+    return Job(f"large-{model}", "run.py", common)
 
 
 def _config(model: str) -> str:
@@ -191,6 +211,16 @@ def _details(part: str, line: dict[str, Any], runners: dict[str, dict[str, Any]]
         return "" if bound is None or line is bound else f"{line['tokens_per_s'] / bound['tokens_per_s']:.0%} of bound"
     if part == "learner":
         return f"{line['share_of_ceiling']:.0%} of ceiling, {line['allocated_gb']:.1f} GB"
+    if part == "large":
+        memory, ceiling = line["memory_gib"], line["ceilings"]
+        timing = f"step {line['step_s']:.1f} s, rollout {line['rollout_s']:.1f} s, learn {line['learn_s']:.1f} s"
+        if not ceiling:
+            return timing
+        shares = [line[name] / ceiling[f"{kind}_tokens_per_s"] for kind, name in LARGE_SPEEDS.items()]
+        return (
+            f"{timing}; {shares[0]:.0%} and {shares[1]:.0%} of the ceilings of rollout and learner; peak "
+            f"{memory['allocator']:.1f} GiB, doctor {memory['doctor']:.1f} GiB"
+        )
     if part == "run":
         host = ", ".join(f"{name} {seconds:.2f}" for name, seconds in line["host_s"].items())
         busy = f"GPU busy {line['busy']:.0%}, " if "busy" in line else ""
@@ -209,7 +239,7 @@ def _details(part: str, line: dict[str, Any], runners: dict[str, dict[str, Any]]
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="new or empty folder")
-    parser.add_argument("--parts", nargs="+", choices=(*PARTS, "run"), default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=(*PARTS, "run", "large"), default=list(PARTS))
     parser.add_argument(
         "--models", nargs="+", choices=MODELS, default=list(MODELS), help="models of rollout and learner"
     )
@@ -217,8 +247,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--episodes", nargs="+", type=int, default=[256, 512], help="episodes of rollout")
     parser.add_argument("--model-folder", type=Path, help="folder of the chat model of step and run")
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), help="recipes of run")
+    parser.add_argument("--large-models", nargs="+", choices=LARGE_MODELS, default=list(LARGE_MODELS))
     parser.add_argument("--run-episodes", nargs="+", type=int, default=[128, 256], help="episodes of run")
-    parser.add_argument("--against", type=Path, help="src folder of another checkout, also measured by run")
+    parser.add_argument("--against", type=Path, help="another checkout, also measured by run")
     parser.add_argument("--limit-s", type=int, default=300, help="time limit of a measurement")
     parser.add_argument("--vllm-path", type=Path, help="folder of packages with vLLM")
     parser.add_argument("--vllm-python", type=Path, help="separate Python interpreter for vLLM")

@@ -305,6 +305,26 @@ def step() -> str:
     return table(["", ""], rows)
 
 
+def large() -> str:
+    """Return a GRPO step of models that nearly fill the device, beside ceilings and the doctor's estimate."""
+    rows = []
+    for line in measured("gpu_large")["measured"]:
+        bounds, memory = line["ceilings"], line["memory_gib"]
+        rows.append(
+            [
+                line["case"],
+                f"{line['step_s']:.1f} s",
+                f"{line['tokens_per_s']:,.0f} ({line['tokens_per_s'] / bounds['rollout_tokens_per_s']:.0%})",
+                f"{line['learner_tokens_per_s']:,.0f} "
+                f"({line['learner_tokens_per_s'] / bounds['learner_tokens_per_s']:.0%})",
+                f"{memory['allocator']:.1f} GiB",
+                f"{memory['doctor']:.1f} GiB",
+            ]
+        )
+    speeds = ["rollout, new tokens/s (of the bandwidth bound)", "learner, tokens/s (of the matrix ceiling)"]
+    return table(["model × episodes", "a step", *speeds, "peak memory", "doctor's estimate"], rows)
+
+
 def vllm_weights() -> str:
     """Return seconds of a weight update to vLLM by each way."""
     found = measured("vllm_weights")
@@ -377,6 +397,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "rollout": rollout,
     "learner": learner,
     "step": step,
+    "large": large,
     "vllm-weights": vllm_weights,
     "load": load,
     "reading-lengths": reading_lengths,

@@ -14,6 +14,24 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 NO_TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
+
+def _qwen2(
+    hidden: int, intermediate: int, *, layers: int, heads: int, kv_heads: int, vocabulary: int, tied: bool
+) -> Qwen2Config:
+    return Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=32768,
+        tie_word_embeddings=tied,
+        **NO_TOKENS,
+    )
+
+
 SHAPES: dict[str, Any] = {
     "smollm2-135m": LlamaConfig(
         vocab_size=49152,
@@ -26,17 +44,9 @@ SHAPES: dict[str, Any] = {
         tie_word_embeddings=True,
         **NO_TOKENS,
     ),
-    "qwen2.5-1.5b": Qwen2Config(
-        vocab_size=151936,
-        hidden_size=1536,
-        intermediate_size=8960,
-        num_hidden_layers=28,
-        num_attention_heads=12,
-        num_key_value_heads=2,
-        max_position_embeddings=32768,
-        tie_word_embeddings=True,
-        **NO_TOKENS,
-    ),
+    "qwen2.5-1.5b": _qwen2(1536, 8960, layers=28, heads=12, kv_heads=2, vocabulary=151936, tied=True),
+    "qwen2.5-7b": _qwen2(3584, 18944, layers=28, heads=28, kv_heads=4, vocabulary=152064, tied=False),
+    "qwen2.5-32b": _qwen2(5120, 27648, layers=64, heads=40, kv_heads=8, vocabulary=152064, tied=False),
     "tiny": LlamaConfig(
         vocab_size=512,
         hidden_size=64,
@@ -57,12 +67,14 @@ def make_model(name: str, device: str) -> Any:
     """Return a model with random weights, in bf16 on CUDA and in float32 elsewhere."""
     torch.manual_seed(0)
     config = SHAPES[name]
-    with torch.device(device):
-        model = CLASSES[config.model_type](config)
-    # Parameters only: the rotary frequencies remain in float32, as in a loaded model.
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(torch.bfloat16 if device == "cuda" else torch.float32)
-    return model.eval()
+    before = torch.get_default_dtype()
+    # Never in float32 first: 32B parameters would not fit. Rotary frequencies are computed in float32 all the same.
+    torch.set_default_dtype(torch.bfloat16 if device == "cuda" else torch.float32)
+    try:
+        with torch.device(device):
+            return CLASSES[config.model_type](config).eval()
+    finally:
+        torch.set_default_dtype(before)
 
 
 def synchronize(device: str) -> None:

@@ -1,4 +1,4 @@
-"""Part run: whole RL steps of the recipes qwen/textcraft and qwen/babyai, and where their time goes.
+"""Parts run and large: whole RL steps of the recipes qwen/textcraft and qwen/babyai, and where their time goes.
 
 The recipes play with the model of --model-folder. Without one the model has random weights of the 1.5B shape: a reply
 then has a random length of 16 to 47 tokens and means a random valid action, so that episodes have turns as in a real
@@ -8,6 +8,11 @@ The first steps are warm-up, the next ones are counted. Two more are not counted
 host (a timer interrupts the main thread every millisecond), one under torch's profiler of the device. Host time is
 divided by the file of the innermost frame: environment, parse, render (and tokenise), engine (bookkeeping), launches,
 loop (policy, rollout and collector), learner, idle (waiting for the device), other.
+
+Part large has random weights of larger shapes and replies that fill the context (--model, --lora, --reply-tokens). On
+CUDA the peak of the device's memory is reported beside the doctor's estimate, and tokens/s beside the ceilings: each
+decoded token of a batch reads the weights and the keys and values once, and learning takes 6 operations per token and
+parameter (4 with adapters), without attention and without what checkpointed activations compute again.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ import json
 import random
 import signal
 import statistics
+import tempfile
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
@@ -27,7 +33,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from common import Report, make_model, part_parser
+from common import SHAPES, Report, ceilings, make_model, part_parser
 
 from agentgym_rl.agent.policy import EnginePolicy, Reply
 from agentgym_rl.common.seeds import stable_seed
@@ -37,7 +43,10 @@ from agentgym_rl.run.collectors import collect_each, limits_of
 from agentgym_rl.run.environments_pool import EnvironmentsPool
 from agentgym_rl.run.items import all_items
 from agentgym_rl.run.load_model import choose_device
+from agentgym_rl.run.memory_demand import demand_of
+from agentgym_rl.scale.memory import GIB, on_each_device
 from agentgym_rl.training.horizon import make_horizon
+from agentgym_rl.training.lora import add_adapter
 from agentgym_rl.training.model import load_model
 from agentgym_rl.training.rl import Hooks, RLState, train_rl
 from agentgym_rl.training.scratch import build_tokenizer
@@ -46,8 +55,6 @@ from agentgym_rl.types import Collect, EnvSession, Group, Limits, Message, Obser
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "qwen"
 TURNS = {"textcraft": 14, "babyai": 20}
-REPLY_TOKENS = (16, 48)
-"""Range of the length of a reply of random weights."""
 PARTS = {
     "agent/engines/native/cuda/": "launches",
     "common/cuda_graphs": "launches",
@@ -137,14 +144,16 @@ def busy_share(intervals: Iterable[tuple[int, int]]) -> dict[str, Any]:
 class ForcedPolicy(EnginePolicy):
     """A policy for random weights: replies of a random length that mean a random valid action."""
 
-    def __init__(self, session: EnvSession, seed: int, *arguments: Any, **options: Any) -> None:
+    def __init__(
+        self, session: EnvSession, seed: int, tokens: tuple[int, int], *arguments: Any, **options: Any
+    ) -> None:
         super().__init__(*arguments, **options)
-        self._session, self._seed = session, seed
+        self._session, self._seed, self._tokens = session, seed, tokens
 
     async def reply(self, messages: list[Message], observation: Observation, limits: Limits) -> Reply:
         choice = random.Random(stable_seed(self._seed, len(messages)))
         reply = await super().reply(
-            messages, observation, replace(limits, max_new_tokens=choice.randrange(*REPLY_TOKENS))
+            messages, observation, replace(limits, max_new_tokens=choice.randrange(*self._tokens))
         )
         if reply.action is None or reply.finish == "max_context":
             return reply
@@ -158,7 +167,7 @@ def config_of(options: argparse.Namespace, recipe: str, episodes: int) -> Config
         f"agent.concurrency={episodes}",
         f"rl.groups_per_step={episodes // group_size}",
         f"rl.group_size={group_size}",
-        f"rl.steps={options.warm + options.steps + 2}",
+        f"rl.steps={options.warm + options.steps + 2 * (options.part == 'run')}",
         "horizon.kind=fixed",
         f"horizon.turns=[{options.turns or TURNS[recipe]}]",
         f"model.device={options.device}",
@@ -166,9 +175,13 @@ def config_of(options: argparse.Namespace, recipe: str, episodes: int) -> Config
     if options.model_folder:
         overrides.append(f"model.path={options.model_folder}")
     else:
-        overrides.append("rl.kl_coef=0.0")  # the reference model would be read from a folder
+        # No reference model, which would be read from a folder. This one holds only the shape, for the doctor.
+        overrides += ["rl.kl_coef=0.0", f"model.path={options.shape_folder}"]
+    if options.lora:
+        overrides.append(f"model.lora.rank={options.lora}")
     if options.tiny:
         overrides += ["model.dtype=float32", "agent.max_context=1024", "rl.optimizer.micro_batch_tokens=2048"]
+    overrides += options.set
     return load_config(RECIPES / f"{recipe}.toml", overrides)
 
 
@@ -181,16 +194,19 @@ async def load(config: Config, options: argparse.Namespace, pool: EnvironmentsPo
     items = await pool.items(env, "train")
     texts = [session.instruction, *[(await session.reset(item)).observation for item in items[:8]]]
     await session.close()
-    return make_model("tiny" if options.tiny else "qwen2.5-1.5b", options.device), build_tokenizer(texts)
+    model = make_model(options.model, options.device)
+    if config.model.lora is not None:
+        add_adapter(model, config.model.lora, 0)
+    return model, build_tokenizer(texts)
 
 
-def forced_collector(config: Config, workers: LocalBackend, pool: EnvironmentsPool) -> Collect:
-    """Return a collector for random weights."""
+def forced_collector(config: Config, workers: LocalBackend, pool: EnvironmentsPool, tokens: tuple[int, int]) -> Collect:
+    """Return a collector for random weights, with replies of a range of `tokens`."""
 
     def make(session: EnvSession, seed: int) -> ForcedPolicy:
         sampling = Sampling(config.agent.max_new_tokens, 1.0, seed=seed)
         engine: Any = workers._engine
-        return ForcedPolicy(session, seed, engine, workers.renderer, sampling, instruction=session.instruction)
+        return ForcedPolicy(session, seed, tokens, engine, workers.renderer, sampling, instruction=session.instruction)
 
     return collect_each(config.agent, config.environments, pool, make, config.group_sizes(None), "bench-")
 
@@ -203,7 +219,10 @@ class Measured:
         self.host = HostProfile()
         self.digests: list[str] = []
         self.device: dict[str, Any] = {}
+        self.memory: dict[str, float] = {}
+        self.ceilings: dict[str, float] = {}
         self._counted = options.warm + options.steps
+        self._profiles = options.part == "run"
         self._profiler: Any = None
         if options.device == "cuda":
             self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
@@ -214,6 +233,8 @@ class Measured:
             self.digests = [hashlib.sha256(json.dumps(each).encode()).hexdigest()[:16] for each in ids]
 
     async def after_step(self, step: int) -> None:
+        if not self._profiles:
+            return
         if step == self._counted:
             self.host.start()
         elif step == self._counted + 1:
@@ -231,6 +252,8 @@ class Measured:
 async def measure(options: argparse.Namespace, recipe: str, episodes: int) -> Measured:
     config = config_of(options, recipe, episodes)
     measured = Measured(options)
+    if options.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     pool = EnvironmentsPool(config.environments, config.agent)
     model, tokenizer = await load(config, options, pool)
     workers = LocalBackend(config, pool, model, tokenizer, Path(options.model_folder or "."))
@@ -241,18 +264,53 @@ async def measure(options: argparse.Namespace, recipe: str, episodes: int) -> Me
         measured.record, lambda *_: None, lambda _, metrics: measured.rows.append(metrics), measured.after_step
     )
     collect = (
-        workers.collector("bench-", None, 1.0) if options.model_folder else forced_collector(config, workers, pool)
+        workers.collector("bench-", None, 1.0)
+        if options.model_folder
+        else forced_collector(config, workers, pool, tuple(options.reply_tokens))
     )
     limits = {recipe: limits_of(config.agent, 1, workers.max_context)}
     await train_rl(state, workers.learner, collect, workers.publish, limits, config.rl, hooks, 0)
+    if options.device == "cuda":
+        measured.memory = memory_of(config)
+    if not options.model_folder and options.device == "cuda":
+        measured.ceilings = ceilings_of(config, measured.rows)
     await workers.close()
     await pool.close()
     return measured
 
 
+def memory_of(config: Config) -> dict[str, float]:
+    """Return GiB: the peaks of this process's tensors and of its allocator, and the doctor's estimate."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    return {
+        "tensors": torch.cuda.max_memory_allocated() / GIB,
+        "allocator": torch.cuda.max_memory_reserved() / GIB,
+        "doctor": on_each_device(demand_of(config), total)["device"].total / GIB,
+    }
+
+
+def ceilings_of(config: Config, rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the tokens/s that memory bandwidth allows in a rollout and the matrix units in learning.
+
+    The rollout's bound: all episodes decode at once, and each token reads its episode's keys and values, half of the
+    final context on average. The embedding is looked up, not multiplied.
+    """
+    torch.cuda.empty_cache()
+    limits, shape = ceilings("cuda"), demand_of(config).shape
+    episodes, tokens = config.agent.concurrency, statistics.mean(row["tokens/per_episode"] for row in rows)
+    multiplied = shape.count - (0 if shape.tied else shape.vocabulary * shape.hidden)
+    cached = 4 * shape.layers * shape.kv_heads * shape.width * tokens / 2
+    operations = 4 if config.model.lora is not None else 6
+    return {
+        "rollout_tokens_per_s": episodes * limits["bytes_per_s"] / (2 * multiplied + episodes * cached),
+        "learner_tokens_per_s": limits["operations_per_s"] / (operations * multiplied),
+    }
+
+
 def report(options: argparse.Namespace, recipe: str, episodes: int, measured: Measured) -> None:
     counted = measured.rows[options.warm : options.warm + options.steps]
-    profiled_s = measured.rows[-2]["time/step_s"]
+    # Of part run: the step under the host's profiler, before the one under the device's.
+    profiled_s = measured.rows[-2]["time/step_s"] if options.part == "run" else 0.0
     numbers: dict[str, Any] = {
         "tokens_per_s": statistics.median(m["tokens/sampled_per_s"] for m in counted),
         "step_s": statistics.median(m["time/step_s"] for m in counted),
@@ -266,15 +324,26 @@ def report(options: argparse.Namespace, recipe: str, episodes: int, measured: Me
         "host_functions": measured.host.functions.most_common(40),
         "digests": measured.digests,
     }
+    numbers["learner_tokens_per_s"] = statistics.median(
+        m["tokens/per_episode"] * m["episodes/usable"] / m["time/learn_s"] for m in counted
+    )
+    numbers |= {"memory_gib": measured.memory, "ceilings": measured.ceilings}
     if measured.device:
         numbers |= {"busy": measured.device["busy_s"] / measured.device["span_s"], "device": measured.device}
-    Report(options.lines).add("run", f"{recipe} x {episodes}", options.who, **numbers)
+    kind = ", LoRA" if options.lora else ""
+    case = f"{recipe} x {episodes}" if options.part == "run" else f"{options.model}{kind} x {episodes}"
+    Report(options.lines).add(options.part, case, options.who, **numbers)
 
 
 def main() -> None:
     parser = part_parser(__doc__)
     parser.add_argument("--model-folder", help="Hugging Face folder of a chat model; default: random weights")
     parser.add_argument("--tiny", action="store_true", help="few and short episodes of a tiny model")
+    parser.add_argument("--part", choices=["run", "large"], default="run")
+    parser.add_argument("--model", choices=list(SHAPES), help="shape of random weights; default: qwen2.5-1.5b")
+    parser.add_argument("--lora", type=int, help="train adapters of this rank")
+    parser.add_argument("--reply-tokens", nargs=2, type=int, default=[16, 48], help="range of forced replies")
+    parser.add_argument("--set", nargs="*", default=[], help="settings of the recipe, as key=value")
     parser.add_argument("--recipe", choices=list(TURNS), required=True)
     parser.add_argument("--episodes", nargs="+", type=int, default=[128, 256])
     parser.add_argument("--turns", type=int, help="turns of an episode; default: 14 in textcraft, 20 in babyai")
@@ -282,8 +351,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="counted steps")
     parser.add_argument("--who", default="ours", help="name of the source tree in the report")
     options = parser.parse_args()
-    for episodes in options.episodes:
-        report(options, options.recipe, episodes, asyncio.run(measure(options, options.recipe, episodes)))
+    options.model = options.model or ("tiny" if options.tiny else "qwen2.5-1.5b")
+    with tempfile.TemporaryDirectory() as folder:
+        SHAPES[options.model].save_pretrained(folder)
+        options.shape_folder = folder
+        for episodes in options.episodes:
+            report(options, options.recipe, episodes, asyncio.run(measure(options, options.recipe, episodes)))
 
 
 if __name__ == "__main__":

@@ -114,7 +114,8 @@ def test_run_plays_every_recipe_with_both_source_trees(
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "gpu_parts"))
     jobs = gpu.jobs_of(gpu.parse())
     assert [job.name for job in jobs] == ["run-textcraft", "run-textcraft-against", "run-babyai", "run-babyai-against"]
-    assert jobs[1].paths == [str(Path("other").resolve())]
+    assert jobs[1].paths == [str(Path("other").resolve() / "src")]
+    assert jobs[1].script == str(Path("other").resolve() / "benchmarks" / "gpu_parts" / "run.py")
     assert jobs[0].paths == []
     assert jobs[1].arguments == [*jobs[0].arguments, "--who", "against"]
 

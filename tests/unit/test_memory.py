@@ -268,6 +268,14 @@ def test_loading_is_estimated_as_it_was_measured() -> None:
     assert on_each_host(large, 8)["host, loading"].total < 1.3 * 2 * SHAPES["32B"].count
 
 
+def test_a_step_of_7b_is_estimated_as_it_was_measured() -> None:
+    (line,) = json.loads((Path(__file__).parents[2] / "results/benchmarks/gpu_large.json").read_text())["measured"]
+    step = Demand(SHAPES["7B"], 2, checkpoint_activations=True, micro_batch_tokens=4096, sessions=64, context=4096)
+    estimate = on_each_device(step)["device"].total / GIB
+    assert estimate == pytest.approx(line["memory_gib"]["allocator"], rel=0.1)
+    assert estimate == pytest.approx(line["memory_gib"]["doctor"], rel=0.01), "the arithmetic has changed since"
+
+
 def test_settings_that_save_memory_are_counted() -> None:
     plain = Demand(SHAPES["32B"], 2, learners=16, distributed=True, colocated=False, reference=True, critic=True)
     parts, count = learner_memory(plain).parts, SHAPES["32B"].count

@@ -237,6 +237,7 @@ def test_recomputed_activations_change_nothing_and_are_not_kept() -> None:
         model = make(MODELS["qwen2"])
         settings = OptimizerSettings(lr=0.0, checkpoint_activations=recompute)
         imitator = Imitator(model, settings, 1)
+        assert not any(module._forward_hooks for module in model.modules()), "an engine would not capture its steps"
         model.train()
         kept = 0
 

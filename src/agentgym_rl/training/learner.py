@@ -52,6 +52,8 @@ class Updater:
         if settings.checkpoint_activations:
             decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.decoder
             decoder.gradient_checkpointing_enable({"use_reentrant": False})
+            # A hook on the embedding that only the reentrant kind needs. Engines do not capture models with hooks.
+            decoder.disable_input_require_grads()
         if settings.capture_passes and hasattr(model, "get_decoder"):
             capture_passes(model.get_decoder())
 
