@@ -8,16 +8,13 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from agentgym_rl import __version__
 from agentgym_rl.common.screen import Screen, printable
 from agentgym_rl.errors import AgentGymError, ConfigError
-
-if TYPE_CHECKING:
-    from agentgym_rl.config import Config
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -65,10 +62,7 @@ def train(
     resume: Annotated[bool, typer.Option(help="Continue the run from its last checkpoint")] = False,
 ) -> None:
     """Train an agent as a recipe says."""
-    from agentgym_rl.commands.recipes import find_recipe
-    from agentgym_rl.config import load_config
-
-    _train(load_config(find_recipe(recipe), overrides or []), resume=resume)
+    _train(recipe, overrides or [], resume=resume)
 
 
 @app.command()
@@ -83,16 +77,18 @@ def proxy(
 
     Programs get episodes by POST /sessions, with the token in AGENTGYM_RL_TOKEN if it is set.
     """
+    served = [f"agent.proxy_host={host}", f"agent.proxy_port={port}", "agent.kind=external", "agent.program=[]"]
+    address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    _train(recipe, [*(overrides or []), *served], resume=resume, note=f"proxy  {address}  from the first episode on")
+
+
+def _train(recipe: Path, overrides: list[str], *, resume: bool, note: str = "") -> None:
     from agentgym_rl.commands.recipes import find_recipe
     from agentgym_rl.config import load_config
 
-    served = [f"agent.proxy_host={host}", f"agent.proxy_port={port}", "agent.kind=external", "agent.program=[]"]
-    config = load_config(find_recipe(recipe), [*(overrides or []), *served])
-    print(f"proxy  http://{f'[{host}]' if ':' in host else host}:{port}  from the first episode on", flush=True)
-    _train(config, resume=resume)
-
-
-def _train(config: Config, *, resume: bool) -> None:
+    config = load_config(find_recipe(recipe), overrides)
+    if note:
+        print(note, flush=True)
     config.require_allowed_variables()
     folder = config.folder(resume=resume)
     from agentgym_rl.run.log import require_place

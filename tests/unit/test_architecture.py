@@ -13,6 +13,8 @@ PACKAGE = "agentgym_rl"
 SOURCE = Path(__file__).parents[2] / "src" / PACKAGE
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
+MAX_WHOLE_CONFIGS = 12
+"""Functions that may take a whole recipe. Others take the sections they read."""
 
 LEAVES = frozenset({"types", "errors", "common"})
 """Every module may import these, and they import none of our modules."""
@@ -189,6 +191,18 @@ def test_the_checker_accepts_what_the_table_allows(tmp_path: Path, path: str, co
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(code)
     assert violations(tmp_path) == []
+
+
+def test_few_functions_take_a_whole_recipe() -> None:
+    found = [
+        f"{path.relative_to(SOURCE)}: {node.name}"
+        for path in SOURCE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+        if argument.annotation is not None and ast.unparse(argument.annotation) in ("Config", "Config | None")
+    ]
+    assert 0 < len(found) <= MAX_WHOLE_CONFIGS, found
 
 
 def test_the_checker_finds_what_is_too_long(tmp_path: Path) -> None:

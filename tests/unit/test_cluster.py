@@ -50,6 +50,6 @@ def test_paths_are_those_of_the_driver_and_its_device_is_not_asked_for(
 def test_only_variables_that_the_recipe_names_travel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEYDOOR_TOKEN", "secret")
     monkeypatch.setenv("OTHER_TOKEN", "another")
-    assert named_variables(recipe()) == {}
+    assert named_variables(recipe().environments, None) == {}
     server = {"name": "keydoor", "url": "http://127.0.0.1:1", "token_variable": "KEYDOOR_TOKEN"}
-    assert named_variables(recipe(environments=[server])) == {"KEYDOOR_TOKEN": "secret"}
+    assert named_variables(recipe(environments=[server]).environments, None) == {"KEYDOOR_TOKEN": "secret"}

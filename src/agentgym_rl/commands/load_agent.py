@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from agentgym_rl.agent.engines.openai import ChatClient, Meter, Prices, Tokens
 from agentgym_rl.agent.policy import ChatPolicy, EnginePolicy, OraclePolicy, Policy, RandomPolicy
 from agentgym_rl.agent.renderer import Renderer
-from agentgym_rl.config import AgentConfig, Config, ModelConfig, load_config
+from agentgym_rl.config import AgentConfig, Config, ModelConfig, TeamConfig, load_config
 from agentgym_rl.config.error_texts import reason
 from agentgym_rl.errors import ConfigError, did_you_mean
 from agentgym_rl.run.collectors import context_of
@@ -134,7 +134,7 @@ def _run_candidate(options: AgentOptions, run: Path, step: int | None) -> Candid
         steps = ", ".join(map(str, checkpoints)) or "none"
         raise ConfigError(f"{run} has no checkpoint{'' if step is None else f' of step {step}'}: it has {steps}")
     step = max(checkpoints) if step is None else step
-    folder = checkpoints[step] / "model" / _adapters_of(options.role, config, run)
+    folder = checkpoints[step] / "model" / _adapters_of(options.role, config.team, run)
     identity = {"kind": "run", "run": run.name, "step": step, "weights": fingerprint(folder)}
     model = _model(options, str(folder), options.chat_template or config.model.chat_template, config.model.dtype)
     if config.model.lora is not None:
@@ -152,13 +152,14 @@ def _run_candidate(options: AgentOptions, run: Path, step: int | None) -> Candid
     return candidate
 
 
-def _adapters_of(role: str | None, config: Config, run: Path) -> str:
+def _adapters_of(role: str | None, team: TeamConfig | None, run: Path) -> str:
     """Return the folder of the role's own adapters in a checkpoint's model, or an empty string if it has none."""
-    if role in config.adapter_roles:
+    own = [] if team is None else team.adapter_roles
+    if role in own:
         return str(role)
-    if config.adapter_roles and config.team is not None and not config.team.learner_roles:
+    if own and team is not None and not team.learner_roles:
         raise ConfigError(
-            f"{run} has adapters for the roles {', '.join(config.adapter_roles)}, and none for "
+            f"{run} has adapters for the roles {', '.join(own)}, and none for "
             f"{role or 'a single agent'}: name one of them, as `eval` and `export` do with --role"
         )
     return ""

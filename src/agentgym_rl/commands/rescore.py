@@ -51,12 +51,12 @@ async def rescore(
             f"{recipe or run / 'config.toml'} has no [[rewards]]: name a recipe that has some with --recipe"
         )
     config.require_allowed_variables()
-    require_rewards(config)
+    require_rewards(config.rewards, config.judge)
     groups = stored_groups(run, step)[:limit]
     cache = run / CACHE_NAME
     if fresh:
         cache.unlink(missing_ok=True)
-    rewards = make_rewards(config, run, CACHE_NAME)
+    rewards = make_rewards(config.rewards, config.judge, run)
     assert rewards is not None
     before = {id(t): t.training_reward for _, group in groups for t in group.trajectories}
     answered = rewards.judge.calls if rewards.judge is not None else 0

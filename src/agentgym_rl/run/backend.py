@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from agentgym_rl.agent.engines.replicas import Replicas
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.templates import resolve_template
-from agentgym_rl.config import Config, ModelConfig
+from agentgym_rl.config import AgentConfig, Config, ModelConfig
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.run.collectors import collect_each, engine_policies, make_external
 from agentgym_rl.run.load_model import choose_device, load_from, load_teacher
@@ -154,15 +154,18 @@ class LocalBackend:
         if reference_dir is not None:
             self.learner = self._make_learner(reference_dir)
         self.renderer = Renderer(tokenizer, config.model.chat_template, thoughts=config.agent.thoughts)
-        local = (make_engine or native_engine(config, model))(self.renderer)
+        sizes = config.sessions_per_engine(), config.longest_context()
+        make_native = partial(native_engine, config.rl, *sizes)
+        local = (make_engine or make_native(model))(self.renderer)
         self._engine, self._publish = local.engine, local.publish
-        self._role_engines = {r: native_engine(config, m)(self.renderer) for r, m in self._role_models.items()}
+        self._role_engines = {r: make_native(m)(self.renderer) for r, m in self._role_models.items()}
         self._external = make_external(config.agent)
         self.max_context = self._engine.max_context
         self.team: Team | None = None
         if config.team is not None:
             assert league_dir is not None
-            self.team = Team(config, league_dir, partial(export, model, tokenizer))
+            players = config.team, config.agent, config.model, config.longest_context()
+            self.team = Team(*players, league_dir, partial(export, model, tokenizer))
         self.num_parameters: int = model.num_parameters()
 
     def _make_learner(self, reference_dir: Path) -> RLLearner | RoleLearners:
@@ -251,7 +254,7 @@ class LocalBackend:
         learner = self.learner.state() if with_optimizer else None
         add_files: Callable[[Path], None] | None = None
         if isinstance(self.learner, RewardTrainer):
-            add_files = partial(save_head, self.learner.head(), about_renderer(self._config))
+            add_files = partial(save_head, self.learner.head(), about_renderer(self._config.model, self._config.agent))
         elif self._role_models:
             add_files = self._role_writer()
         write = partial(save_checkpoint, root, step, self._model, self._tokenizer, add_files=add_files)
@@ -353,9 +356,9 @@ def make_trainer(
     return RewardTrainer(model, data, settings, seed, ranks, scored)
 
 
-def about_renderer(config: Config) -> dict[str, str]:
+def about_renderer(model: ModelConfig, agent: AgentConfig) -> dict[str, str]:
     """Return how the run renders episodes, for the folder of a reward model."""
-    return {"chat_template": resolve_template(config.model.chat_template) or "", "thoughts": config.agent.thoughts}
+    return {"chat_template": resolve_template(model.chat_template) or "", "thoughts": agent.thoughts}
 
 
 def _reference(model: Any, folder: Path, settings: ModelConfig, ranks: Ranks, *, warm: bool) -> ModelContext:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from agentgym_rl.agent.engines.base import EngineAdapter
 from agentgym_rl.agent.engines.native.adapter import NativeAdapter
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.templates import resolve_template
-from agentgym_rl.config import AgentConfig, Config, EnvironmentConfig
+from agentgym_rl.config import AgentConfig, Config, EnvironmentConfig, ModelConfig, TeamConfig
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.run import backend_vllm
 from agentgym_rl.run.backend import (
@@ -151,9 +151,8 @@ def make_engine_adapter(config: Config, folder: Path) -> EngineAdapter:
     return NativeAdapter(make_native_engine(model, renderer, *sizes, config.rl.keep_cache), model)
 
 
-def _load_renderer(folder: Path, config: Config) -> Renderer:
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    return Renderer(tokenizer, config.model.chat_template, thoughts=config.agent.thoughts)
+def _load_renderer(folder: Path, model: ModelConfig, agent: AgentConfig) -> Renderer:
+    return Renderer(AutoTokenizer.from_pretrained(folder), model.chat_template, thoughts=agent.thoughts)
 
 
 def config_for_workers(config: Config, device: str) -> Config:
@@ -171,13 +170,13 @@ def config_for_workers(config: Config, device: str) -> Config:
     return config.model_copy(update=updates)
 
 
-def named_variables(config: Config) -> dict[str, str]:
+def named_variables(environments: Iterable[EnvironmentConfig], team: TeamConfig | None) -> dict[str, str]:
     """Return the environment variables that the recipe names, for the processes that read them.
 
     They are not given to Ray as variables of the job, which it would write into its logs.
     """
-    names = [env.token_variable for env in config.environments]
-    names += [config.team.api_key_variable] if config.team is not None else []
+    names = [env.token_variable for env in environments]
+    names += [team.api_key_variable] if team is not None else []
     return {name: os.environ[name] for name in names if name is not None and name in os.environ}
 
 
@@ -190,10 +189,13 @@ class RayBackend:
         self._saving: Callable[[], None] | None = None
         """Ends the checkpoint that ranks are writing."""
         self.learner: Any = LearnerHandle(app, config.rl) if config.online else None
-        self.renderer = _load_renderer(folder, config)
+        self.renderer = _load_renderer(folder, config.model, config.agent)
         self.max_context: int = app.max_context
         self.num_parameters: int = app.on_all("num_parameters")[0]
-        self.team = None if config.team is None else Team(config, _league_dir(context), self._export)
+        self.team: Team | None = None
+        if config.team is not None:
+            players = config.team, config.agent, config.model, config.longest_context()
+            self.team = Team(*players, _league_dir(context), self._export)
 
     @classmethod
     async def start(
@@ -239,8 +241,8 @@ class RayBackend:
                         Player,
                         worker_config.environments,
                         worker_config.agent,
-                        partial(_load_renderer, folder, worker_config),
-                        named_variables(config),
+                        partial(_load_renderer, folder, worker_config.model, worker_config.agent),
+                        named_variables(config.environments, config.team),
                         config.engine.seeded,
                         None if config.team is None else partial(team_of_host, worker_config, _league_dir(context)),
                     ),

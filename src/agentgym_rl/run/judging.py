@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import cast
 
 from agentgym_rl.agent.renderer import Renderer, Thoughts
-from agentgym_rl.config import Config, ModelConfig
+from agentgym_rl.config import ModelConfig
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.rewards.judge import Judge, LocalChat, make_chat_client
 from agentgym_rl.rewards.rewards import Rewards, Scorer
@@ -24,13 +24,12 @@ SCORED_TOKENS = 16384
 """Tokens of a pass of a reward model."""
 
 
-def make_rewards(config: Config, root: Path, cache_name: str = CACHE_NAME) -> Rewards | None:
-    """Return the recipe's sources of rewards, or None if it has none. Answers of the judge are kept in `root`."""
-    if not config.rewards:
+def make_rewards(rewards: tuple[RewardSettings, ...], judge: JudgeSettings | None, root: Path) -> Rewards | None:
+    """Return a recipe's sources of rewards, or None if it has none. Answers of the judge are kept in `root`."""
+    if not rewards:
         return None
-    judge = None if config.judge is None else make_judge(config.judge, root / cache_name)
-    scorers = {r.source: make_scorer(r) for r in config.rewards if r.kind == "reward_model"}
-    return Rewards(config.rewards, judge, scorers)
+    scorers = {reward.source: make_scorer(reward) for reward in rewards if reward.kind == "reward_model"}
+    return Rewards(rewards, None if judge is None else make_judge(judge, root / CACHE_NAME), scorers)
 
 
 def make_scorer(settings: RewardSettings) -> Scorer:

@@ -17,11 +17,11 @@ from typing import Any, Protocol
 from agentgym_rl.agent.engines.base import Engine
 from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.agent.renderer import Renderer
-from agentgym_rl.config import Config
 from agentgym_rl.run import backend_vllm
 from agentgym_rl.run.context import RunContext
 from agentgym_rl.training.checkpoint import export
 from agentgym_rl.training.learner import freeze
+from agentgym_rl.training.settings import RLSettings
 
 
 class RunEngine(Engine, Protocol):
@@ -50,18 +50,18 @@ run fails to start."""
 
 async def start_native(context: RunContext, model: Any, tokenizer: Any, stack: AsyncExitStack) -> MakeEngine:
     """Start nothing: a native engine samples in this process."""
-    return native_engine(context.config, model)
+    config = context.config
+    return native_engine(config.rl, config.sessions_per_engine(), config.longest_context(), model)
 
 
-def native_engine(config: Config, model: Any) -> MakeEngine:
+def native_engine(settings: RLSettings, max_sessions: int, max_context: int, model: Any) -> MakeEngine:
     """Return a maker of a native engine, which samples from the learner's own parameters or from a copy."""
 
     def make(renderer: Renderer) -> LocalEngine:
         # If the learner changes its weights while episodes are played, the engine needs a copy.
-        copied = config.rl.asynchronous
+        copied = settings.asynchronous
         played = freeze(copy.deepcopy(model)) if copied else model
-        sizes = config.sessions_per_engine(), config.longest_context()
-        engine = make_native_engine(played, renderer, *sizes, config.rl.keep_cache)
+        engine = make_native_engine(played, renderer, max_sessions, max_context, settings.keep_cache)
 
         async def publish(version: int) -> None:
             await engine.update_weights(model.state_dict() if copied else None, version)

@@ -5,13 +5,22 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Iterable
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 
 from agentgym_rl.agent.engines.openai import key_headers
 from agentgym_rl.agent.styles import STYLES
 from agentgym_rl.agent.templates import resolve_template
-from agentgym_rl.config import AgentConfig, Config, EngineConfig, EnvironmentConfig, ModelConfig, ScaleConfig
+from agentgym_rl.config import (
+    AgentConfig,
+    Config,
+    EngineConfig,
+    EnvironmentConfig,
+    ModelConfig,
+    ScaleConfig,
+    TeamConfig,
+)
 from agentgym_rl.environment import catalog
 from agentgym_rl.environment.own_class import is_import_path
 from agentgym_rl.errors import ConfigError, EngineError
@@ -25,6 +34,7 @@ from agentgym_rl.training.conversations import find_files, is_trajectory_file
 from agentgym_rl.training.locate_model import find_model, find_reward_model, folder_of
 from agentgym_rl.training.offline_settings import DataSettings
 from agentgym_rl.training.preferences import find_preferences
+from agentgym_rl.training.reward_settings import JudgeSettings, RewardSettings
 
 
 def require_recipe(config: Config, *, environments: bool = True) -> None:
@@ -36,7 +46,7 @@ def require_recipe(config: Config, *, environments: bool = True) -> None:
     require_packages(config.model, config.engine, config.scale)
     if environments:
         require_environments(config.environments)
-        require_team(config)
+        require_team(config.team, config.environments)
     if any(source is not None and source.mistakes for source in (config.warm_start, config.data)):
         require_recovery(config.environments, "mistakes")
     wrong = any(source is not None and source.wrong_thoughts for source in (config.warm_start, config.data))
@@ -49,7 +59,7 @@ def require_recipe(config: Config, *, environments: bool = True) -> None:
         require_recovery(config.environments, "method = 'dagger'")
     require_program(config.agent)
     require_files(config.data, config.method)
-    require_rewards(config)
+    require_rewards(config.rewards, config.judge)
     if config.rl.distill is not None:
         key_headers(config.rl.distill.api_key_variable)
     pairs = config.dpo or config.reward_model
@@ -116,13 +126,13 @@ def require_environments(environments: tuple[EnvironmentConfig, ...]) -> None:
                 catalog.require_names(env_class, split, subset)
 
 
-def require_team(config: Config) -> None:
+def require_team(team: TeamConfig | None, environments: Iterable[EnvironmentConfig]) -> None:
     """Raise ConfigError for roles that an environment does not have, and for players that do not exist."""
-    for env in config.environments:
-        problem = "" if env.url else team_problem(config.team, env.name, getattr(load_class(env), "roles", {}))
+    for env in environments:
+        problem = "" if env.url else team_problem(team, env.name, getattr(load_class(env), "roles", {}))
         if problem:
             raise ConfigError(problem)
-    for role in config.team.roles.values() if config.team is not None else ():
+    for role in team.roles.values() if team is not None else ():
         for policy in (role.policy, role.eval_policy or ""):
             kind, _, rest = policy.partition(":")
             if kind == "checkpoint":
@@ -131,7 +141,7 @@ def require_team(config: Config) -> None:
             elif kind == "scripted":
                 scripted_policy(rest)
             elif kind == "openai":
-                key_headers(config.team.api_key_variable if config.team is not None else None)
+                key_headers(team.api_key_variable if team is not None else None)
 
 
 def require_recovery(environments: tuple[EnvironmentConfig, ...], setting: str) -> None:
@@ -146,17 +156,17 @@ def require_recovery(environments: tuple[EnvironmentConfig, ...], setting: str) 
             )
 
 
-def require_rewards(config: Config) -> None:
+def require_rewards(rewards: Iterable[RewardSettings], judge: JudgeSettings | None) -> None:
     """Raise ConfigError for a function, a model or a key of [[rewards]] and [judge] that is missing."""
-    for reward in config.rewards:
+    for reward in rewards:
         if is_import_path(reward.kind):
             own_reward(reward)
         if reward.kind == "reward_model":
             find_reward_model(reward.path)
-    if config.judge is not None and config.judge.path is not None:
-        find_model(config.judge.path)
-    elif config.judge is not None:
-        key_headers(config.judge.api_key_variable)
+    if judge is not None and judge.path is not None:
+        find_model(judge.path)
+    elif judge is not None:
+        key_headers(judge.api_key_variable)
 
 
 def require_files(data: DataSettings | None, method: str) -> None:

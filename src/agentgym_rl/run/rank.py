@@ -174,7 +174,7 @@ class Rank:
         head = self._learner.head() if isinstance(self._learner, RewardTrainer) else {}  # all ranks take part
         self._write_model(Path(folder) / "model")
         if head and self._rank == 0:
-            save_head(head, about_renderer(self._config), Path(folder) / "model")
+            save_head(head, about_renderer(self._config.model, self._config.agent), Path(folder) / "model")
 
     def is_saved(self) -> bool:
         return self._writer.done

@@ -52,7 +52,7 @@ class RLRun(Run):
             f"{config.rl.algorithm} with a {config.horizon.kind} horizon, {budget}{total} steps",
         )
         backend = self.backend
-        self.rewards = make_rewards(config, self.log.root)
+        self.rewards = make_rewards(config.rewards, config.judge, self.log.root)
         # Judges and teachers read the episodes here.
         keep = self.rewards is None and config.rl.distill is None and config.rl.correction is None
         playing = backend.collector("train-", None, config.agent.temperature, keep_tokens=keep)

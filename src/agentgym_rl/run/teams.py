@@ -15,7 +15,7 @@ from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.team import Cast, Player
 from agentgym_rl.common.import_paths import import_named
 from agentgym_rl.common.seeds import stable_seed
-from agentgym_rl.config import Config, TeamConfig
+from agentgym_rl.config import AgentConfig, Config, ModelConfig, TeamConfig
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.run.collectors import demonstrators, engine_policies
 from agentgym_rl.run.load_model import load_from, load_frozen
@@ -33,16 +33,15 @@ RATING_STEP = 4.0
 class Frozen:
     """A model that plays and does not learn, behind an engine of its own."""
 
-    def __init__(self, model: Any, tokenizer: Any, config: Config) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, chat_template: str | None, agent: AgentConfig, max_context: int
+    ) -> None:
         from agentgym_rl.agent.engines.native import NativeEngine
 
-        self._agent = config.agent
-        self._renderer = Renderer(tokenizer, config.model.chat_template, thoughts=config.agent.thoughts)
+        self._agent = agent
+        self._renderer = Renderer(tokenizer, chat_template, thoughts=agent.thoughts)
         self._engine = NativeEngine(
-            model,
-            decode=self._renderer.decode,
-            max_sessions=config.agent.concurrency,
-            max_context=config.longest_context(),
+            model, decode=self._renderer.decode, max_sessions=agent.concurrency, max_context=max_context
         )
 
     def policies(self, temperature: float) -> PolicyFactory:
@@ -143,10 +142,17 @@ def games_of(groups: Iterable[Group]) -> Sequence[tuple[Trajectory, list[Traject
 class Team:
     """The players of a run. `export` writes the learner's model to a folder."""
 
-    def __init__(self, config: Config, root: Path, export: Callable[[Path], None]) -> None:
-        assert config.team is not None
-        self._config, self._team = config, config.team
-        self.league = League(root, config.team.league_size, config.team.snapshot_every, export)
+    def __init__(
+        self,
+        team: TeamConfig,
+        agent: AgentConfig,
+        model: ModelConfig,
+        max_context: int,
+        root: Path,
+        export: Callable[[Path], None],
+    ) -> None:
+        self._team, self._agent, self._model, self._max_context = team, agent, model, max_context
+        self.league = League(root, team.league_size, team.snapshot_every, export)
         self._frozen: dict[str, Frozen] = {}
         self._clients: dict[str, ChatClient] = {}
 
@@ -207,19 +213,21 @@ class Team:
             from agentgym_rl.training.learner import freeze
 
             kind, _, step = name.partition("@")
-            settings = self._config.model
+            settings = self._model
             if kind == "past" and step.isdigit():
                 model, tokenizer = load_from(self.league.folder(int(step)), settings)
             else:
                 model, tokenizer = load_frozen(name, "team.roles: checkpoint", settings)
-            self._frozen[name] = Frozen(freeze(model), tokenizer, self._config)
+            self._frozen[name] = Frozen(
+                freeze(model), tokenizer, settings.chat_template, self._agent, self._max_context
+            )
         return self._frozen[name]
 
     def _chat(self, rest: str, temperature: float) -> PolicyFactory:
         model, _, url = rest.partition("@")
         if rest not in self._clients:
             self._clients[rest] = ChatClient(url, model, api_key_variable=self._team.api_key_variable)
-        sampling = Sampling(self._config.agent.max_new_tokens, temperature)
+        sampling = Sampling(self._agent.max_new_tokens, temperature)
 
         def make(session: EnvSession, seed: int) -> Policy:
             return ChatPolicy(self._clients[rest], replace(sampling, seed=seed), instruction=session.instruction)
@@ -276,9 +284,10 @@ def team_of_host(config: Config, root: Path) -> Team:
     import torch
 
     assert config.scale is not None
+    assert config.team is not None
     torch.set_num_threads(config.threads or max(1, int(config.scale.env_host_cpus)))
     model = config.model.model_copy(update={"device": "cpu"})
-    return Team(config.model_copy(update={"model": model}), root, _taken_elsewhere)
+    return Team(config.team, config.agent, model, config.longest_context(), root, _taken_elsewhere)
 
 
 def _taken_elsewhere(folder: Path) -> None:
