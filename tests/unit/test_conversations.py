@@ -256,6 +256,13 @@ def test_openai_fine_tuning_files_are_read(tmp_path: Path) -> None:
     assert is_trajectory_file(tmp_path / "played.jsonl")
 
 
+def test_lines_of_json_may_have_other_line_separators(tmp_path: Path) -> None:
+    path, text = tmp_path / "train.jsonl", "one\u2028two\x85three"
+    row = {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "Done."}]}
+    path.write_text(f"{json.dumps(row, ensure_ascii=False)}\n\n{json.dumps(row)}\n", encoding="utf-8")
+    assert [conversation.messages[0].content for conversation in read_conversations(path)] == [text, text]
+
+
 @pytest.mark.parametrize(
     "row",
     [

@@ -29,6 +29,7 @@ from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.run.preflight import require_program
 from agentgym_rl.types import Limits, Sampling, StopReason, Task, Trajectory
+from agentgym_rl.viewer.replays import shown_calls
 
 LIMITS = Limits(max_turns=6, max_new_tokens=40, max_context=400)
 ITEM = 2
@@ -157,6 +158,8 @@ async def test_tool_calls_are_played_until_the_environment_ends_the_episode(play
     [trajectory] = await player.play(player.function(code, "fork"), action_format="tool")
     assert (trajectory.error, trajectory.stop, trajectory.success) == (None, StopReason.DONE, True)
     assert trajectory.rewards == [0.5, 0.5]
+    (reply,) = [calls for calls in shown_calls(json.loads(trajectory.to_json())) if calls][:1]
+    assert [(call["name"], call["arguments"]) for call in reply] == [("act", [["action", "up"]])] * 2
 
 
 async def test_forks_share_one_import_and_nothing_else(player: Player) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
-from collections.abc import AsyncIterator
+import weakref
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cache
 from typing import Any
@@ -76,6 +78,12 @@ def sdk(proxy: Proxy, session: ProxySession, **changed: Any) -> AsyncOpenAI:
 
 def recorded(session: ProxySession) -> Trajectory:
     return Trajectory("t", Task("counting", 0), stitch(session.model.calls))
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 def user(text: str) -> dict[str, Any]:
@@ -362,6 +370,8 @@ async def test_limits_and_stop_strings_are_kept() -> None:
         ({"messages": [{"role": "pirate", "content": "x"}]}, "role must be one of"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "the last message"),
         ({"messages": [user("x")], "n": 2}, "n = 2 is not supported"),
+        ({"messages": [user("x")], "stop": 5}, "stop must be a text or a list"),
+        ({"messages": [user("x")], "stream": True, "stream_options": "x"}, "stream_options must be an object"),
         ({"messages": [user("x")], "response_format": {"type": "json_object"}}, "response_format"),
         ({"messages": [user("x")], "max_tokens": -1}, "positive integer"),
         ({"messages": [user("x")], "tools": [{"type": "web_search"}]}, "a tool must be"),
@@ -372,7 +382,10 @@ async def test_limits_and_stop_strings_are_kept() -> None:
     ],
 )
 async def test_bad_requests_get_400_with_a_reason(body: Any, reason: str) -> None:
-    async with proxied(ScriptedEngine([]), renderer_of("chatml")) as (proxy, session), httpx.AsyncClient() as client:
+    async with (
+        proxied(ScriptedEngine([]), renderer_of("chatml")) as (proxy, session),
+        httpx.AsyncClient(timeout=60) as client,
+    ):
         links = proxy.links(session)
         headers = {"Authorization": f"Bearer {links['api_key']}"}
         answer = await client.post(f"{links['base_url']}/chat/completions", json=body, headers=headers)
@@ -387,7 +400,7 @@ PATHS += [("POST", "/v1/chat/completions"), ("POST", "/v1/responses")]
 
 @pytest.mark.parametrize(("method", "path"), PATHS)
 async def test_every_path_refuses_wrong_keys_unknown_and_ended_sessions(method: str, path: str) -> None:
-    async with proxied(Stuck([]), renderer_of("chatml")) as (proxy, session), httpx.AsyncClient() as client:
+    async with proxied(Stuck([]), renderer_of("chatml")) as (proxy, session), httpx.AsyncClient(timeout=60) as client:
         key = {"Authorization": f"Bearer {session.key}"}
 
         async def answer(identifier: str, headers: Any) -> tuple[int, str]:
@@ -433,7 +446,10 @@ async def test_wrong_keys_unknown_and_ended_sessions_are_refused() -> None:
 
 
 async def test_pages_of_other_sites_and_large_bodies_are_refused() -> None:
-    async with proxied(ScriptedEngine([]), renderer_of("chatml")) as (proxy, session), httpx.AsyncClient() as client:
+    async with (
+        proxied(ScriptedEngine([]), renderer_of("chatml")) as (proxy, session),
+        httpx.AsyncClient(timeout=60) as client,
+    ):
         links = proxy.links(session)
         url, headers = f"{links['base_url']}/chat/completions", {"Authorization": f"Bearer {links['api_key']}"}
         assert (await client.post(url, json={}, headers=headers | {"Origin": "http://evil.example"})).status_code == 403
@@ -510,6 +526,40 @@ async def test_a_client_that_dies_in_the_middle_of_a_request_leaves_nothing() ->
         async with sdk(proxy, session) as client:
             answer = await client.chat.completions.create(model="m", messages=[user("Go.")])
         assert answer.choices[0].message.content == "north"
+
+
+async def test_a_client_that_dies_while_it_waits_for_an_episode_takes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentgym_rl.agent.proxy.app.CLAIM_TIMEOUT_S", 1000.0)
+    renderer, proxy = renderer_of("chatml"), Proxy()
+    await proxy.start()
+    before = set(asyncio.all_tasks())
+    port = int(proxy.url.rpartition(":")[2])
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(f"POST /sessions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Length: 2\r\n\r\n{{}}".encode())
+    await until(lambda: set(asyncio.all_tasks()) - before)
+    writer.transport.abort()
+    await until(lambda: not set(asyncio.all_tasks()) - before)
+    model = RecordedModel(ScriptedEngine([]), renderer, Sampling(9), LIMITS, "s")
+    gone, waiting = ProxySession(model, TASK), ProxySession(model, TASK)
+    for session in (gone, waiting):
+        proxy.sessions.open(session, claimable=True)
+    proxy.sessions.end(gone)
+    async with httpx.AsyncClient(timeout=60) as client:
+        answer = await client.post(f"{proxy.url}/sessions")
+    assert answer.json()["id"] == waiting.id
+    proxy.sessions.end(waiting)
+    await proxy.close()
+
+
+async def test_a_session_that_ends_unclaimed_is_forgotten() -> None:
+    proxy = Proxy()
+    session = ProxySession(RecordedModel(ScriptedEngine([]), renderer_of("chatml"), Sampling(9), LIMITS, "s"), TASK)
+    proxy.sessions.open(session, claimable=True)
+    proxy.sessions.end(session)
+    left = weakref.ref(session.model)
+    del session
+    gc.collect()
+    assert left() is None
 
 
 class Echo(ScriptedEngine):

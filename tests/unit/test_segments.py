@@ -27,7 +27,7 @@ from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.agent.policy import EnginePolicy
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.rollout import rollout
-from agentgym_rl.agent.segments import Call, match_segment, segment_tokens, stitch
+from agentgym_rl.agent.segments import Call, Stitcher, match_segment, segment_tokens, stitch
 from agentgym_rl.agent.styles import STYLES
 from agentgym_rl.agent.templates import LLAMA3
 from agentgym_rl.environment.pool import LocalPool
@@ -306,6 +306,17 @@ async def test_a_summary_replaces_the_conversation() -> None:
     assert "Your context is nearly full" not in seen
 
 
+async def test_thoughts_that_are_kept_remain_in_a_cut_context() -> None:
+    limits = Limits(max_turns=12, max_new_tokens=60, max_context=400)
+    trajectory, recorder, renderer = await scripted(
+        "qwen3", [THOUGHT] * 12, limits, {"thoughts": "keep"}, context=Context("window", 2)
+    )
+    assert trajectory.num_segments > 1
+    cut = [prompt for prompt, _ in recorder.calls if LEFT_OUT in renderer.tokenizer.decode(prompt)]
+    assert cut
+    assert all(renderer.tokenizer.decode(prompt).count(THOUGHT) >= 2 for prompt in cut)
+
+
 async def test_without_space_for_a_reply_after_a_cut_the_episode_ends() -> None:
     limits = Limits(max_turns=12, max_new_tokens=20, max_context=70)
     trajectory, _, _ = await scripted("chatml", ["up"] * 12, limits, context=Context("window", 2))
@@ -373,6 +384,37 @@ async def test_several_calls_of_llama_3_are_kept_in_a_cut_context(kind: Any) -> 
     assert last.count(f"{reply}<|eot_id|>") >= 2
 
 
+RESULTS_FOLLOW_CALLS = """\
+{%- for message in messages -%}
+{%- if loop.previtem is defined and loop.previtem.tool_calls and message.role != 'tool' -%}
+{{- raise_exception('results must follow calls') -}}
+{%- endif -%}
+{%- endfor -%}
+"""
+"""Refuses any other message after calls, as the template of Mistral Nemo does."""
+
+
+async def test_a_summary_after_calls_is_asked_for_as_their_results() -> None:
+    tokenizer = thinking_tokenizer("qwen3")
+    renderer = Renderer(tokenizer, RESULTS_FOLLOW_CALLS + tokenizer.chat_template)
+    limits = Limits(max_turns=16, max_new_tokens=160, max_context=2200)
+    for calls in (1, 2):
+        trajectory, recorder = await scripted_tools(
+            renderer, "\n".join([CALL] * calls), limits, Context("summary", 2, 90)
+        )
+        asked = [(m.role, m.content) for m in trajectory.messages if m.purpose and m.role != "assistant"]
+        assert asked[:calls] == [*[("tool", "")] * (calls - 1), ("tool", ASK)]
+        assert SUMMARISED in renderer.tokenizer.decode(recorder.calls[-1][0])
+
+
+def test_a_call_in_a_thought_without_end_is_not_made() -> None:
+    renderer, tools = Renderer(thinking_tokenizer("qwen3")), [tool.schema() for tool in Tooled.tools()]
+    closed, unclosed = f"<think>\nUp.\n</think>\n\n{CALL}", f"<think>\nI could write {CALL}"
+    assert renderer.read_reply(renderer.encode(closed), tools)[1] == [ToolCall("count", {"way": "up"})]
+    assert renderer.read_reply(renderer.encode(unclosed), tools)[1] == []
+    assert renderer.thought_length(renderer.encode(unclosed)) == len(renderer.encode(unclosed))
+
+
 async def test_a_thinking_template_keeps_thoughts_between_tool_results() -> None:
     renderer = Renderer(thinking_tokenizer("qwen3"))
     assert not renderer.linear
@@ -433,6 +475,8 @@ def test_stitched_segments_hold_every_call_exactly(data: st.DataObject) -> None:
         sampled = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=3))
         calls.append(Call(prompt, sampled, [-float(len(calls) + 1)] * len(sampled)))
     messages = stitch(calls)
+    stitcher = Stitcher()
+    assert [message for call in calls for message in stitcher.add(call)] == messages
     trajectory = Trajectory.from_json(Trajectory("t", TASK, messages, [0.0] * len(calls), [{}] * len(calls)).to_json())
     segments = trajectory.segments
     require_exact(trajectory, [(c.prompt_ids, Completion(c.token_ids, c.logprobs, "stop", 0)) for c in calls])

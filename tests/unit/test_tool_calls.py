@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from typing import Any
 
 import pytest
@@ -66,6 +67,8 @@ LLAMA3: list[tuple[str, str, list[ToolCall]]] = [
     ('<|python_tag|>{"name": "get", "parameters": {"count": 2, "item": "oak log"}}', "", [GET]),
     ('{"name": "get", "parameters": {"count": 2, "item": "oak log"}}; {"name": "inventory", "parameters": {}}', "",
      [GET, LOOK]),
+    ('{"name": "get", "parameters": {"count": 2, "item": "oak log"}};\r\n{"name": "inventory", "parameters": {}}', "",
+     [GET, LOOK]),
     ('{"type": "function", "name": "inventory", "parameters": {}}', "", [LOOK]),
     ('Logs first.<|python_tag|>{"name": "inventory", "parameters": {}}', "Logs first.", [LOOK]),
     ("I would get logs first.", "I would get logs first.", []),
@@ -100,6 +103,7 @@ def test_calls_are_read_as_models_write_them(name: str, row: tuple[str, str, lis
         ("hermes", '<tool_call>["get"]</tool_call>', '"name"'),
         ("hermes", '<tool_call>{"name": "get", "arguments": [2]}</tool_call>', "must be a JSON object"),
         ("hermes", '<tool_call>{"name": "get", "arguments": "two"}</tool_call>', "the arguments are not valid JSON"),
+        ("hermes", '<tool_call>{"name": "get", "arguments": "{} two"}</tool_call>', "arguments have unexpected text"),
         ("hermes", '<tool_call>{"name": "get"} and more</tool_call>', "unexpected text after the JSON: 'and more'"),
         ("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>", "not valid JSON"),
         ("qwen3_xml", '<tool_call>{"name": "get"}</tool_call>', "<function=NAME>"),
@@ -122,6 +126,14 @@ def test_a_malformed_call_says_what_is_wrong(name: str, reply: str, error: str) 
     assert call.raw
     assert call.raw in reply, "the text is kept as it was sampled"
     assert (call.name, call.arguments) == ("", {})
+
+
+@pytest.mark.parametrize("repeated", ["<parameter=n>", "\n\n", "<function=get>"])
+def test_a_reply_that_repeats_itself_is_read_at_once(repeated: str) -> None:
+    started = time.process_time()
+    _, (call,) = parse_qwen3_xml("<tool_call><function=get>" + repeated * 20_000 + "two")
+    assert call.error
+    assert time.process_time() - started < 10, "the time grows with the length, not with its square (minutes)"
 
 
 def test_a_malformed_call_does_not_hide_the_others() -> None:

@@ -212,6 +212,19 @@ async def test_a_failed_replay_says_why() -> None:
     await replays.close()
 
 
+async def test_what_a_program_played_is_replayed_whatever_its_model_said() -> None:
+    episode = json.loads((await asyncio.to_thread(played, "maze", [3], "oracle", 30, "x"))[0].to_json())
+    replies = [message for message in episode["messages"] if message["role"] == "assistant"]
+    for message, info in zip(replies, episode["infos"], strict=True):
+        info["played_action"], message["content"] = message["content"], "I ask for help."
+    for message in episode["messages"]:
+        message["content"] = f"The program's own prompt. {message['content']}"
+    replays = Replays(ViewerEnvironments())
+    last = await replays.frame("x", episode, ACT, len(replies))
+    assert isinstance(last, Picture), last
+    await replays.close()
+
+
 async def test_replies_with_thoughts_are_replayed_in_their_style() -> None:
     episode = json.loads((await asyncio.to_thread(played, "maze", [3], "oracle", 30, "x"))[0].to_json())
     for message in episode["messages"]:

@@ -41,6 +41,17 @@ FULL = Context()
 """An episode ends when its context is full."""
 
 
+def summary_request(messages: Sequence[Message]) -> list[Message]:
+    """Return the request for a summary: a user message, or the results of calls that the last reply made.
+
+    Some templates accept nothing but results after calls. The real results follow after the summary.
+    """
+    calls = messages[-1].tool_calls or ()
+    if not calls:
+        return [Message("user", ASK, purpose=SUMMARY)]
+    return [Message("tool", ASK if call is calls[-1] else "", tool_call_id=call.id, purpose=SUMMARY) for call in calls]
+
+
 def view(messages: Sequence[Message]) -> list[Message]:
     """Return the conversation that the model sees before its next reply.
 

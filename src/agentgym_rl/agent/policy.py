@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
-from agentgym_rl.agent.context_management import ASK, FULL, SUMMARY, Context, view
+from agentgym_rl.agent.context_management import ASK, FULL, SUMMARY, Context, summary_request, view
 from agentgym_rl.agent.engines.base import Engine
 from agentgym_rl.agent.engines.openai import Chat, ContextOverflow
 from agentgym_rl.agent.renderer import Renderer, Tools
@@ -187,13 +187,13 @@ class EnginePolicy:
 
     async def _summarise(self, messages: list[Message], limits: Limits) -> list[Message]:
         """Return the request for a summary and the summary, or nothing if they do not fit into the context."""
-        [ask] = self._tokenized(messages, [Message("user", ASK, purpose=SUMMARY)])
-        prompt_ids = self._prompt(messages, [ask])
+        request = self._tokenized(messages, summary_request(messages))
+        prompt_ids = self._prompt(messages, request)
         max_new_tokens = min(self._context.summary_tokens, limits.max_context - len(prompt_ids))
         if max_new_tokens < 1:
             return []
         summary, _ = await self._sample(prompt_ids, max_new_tokens, (), len(messages), SUMMARY)
-        return [ask, replace(summary, segment=ask.segment, purpose=SUMMARY)]
+        return [*request, replace(summary, segment=request[-1].segment, purpose=SUMMARY)]
 
     def _shortened(
         self, messages: list[Message], new_messages: list[Message], limits: Limits
@@ -247,9 +247,12 @@ class EnginePolicy:
         *others, last = new_messages
         segment = messages[-1].segment
         if not self._renderer.linear or last.dropped_turns:
-            asked = replace(last, purpose="")  # a request is visible only while it is answered
-            conversation = view([*messages, *others, asked])
-            prompt_ids = self._renderer.continuation(segment_tokens(messages, segment), conversation, self._tools)
+            asked = [replace(message, purpose="") for message in new_messages]  # visible only while it is answered
+            conversation = view([*messages, *asked])
+            if self._renderer.linear:
+                prompt_ids = self._renderer.linear_prompt(conversation, self._tools)
+            else:
+                prompt_ids = self._renderer.continuation(segment_tokens(messages, segment), conversation, self._tools)
             return [*others, assign_segment(messages, last, prompt_ids)]
         ids = self._renderer.observation_ids(new_messages)
         if messages[-1].token_ids[-1] not in self._renderer.stop_token_ids:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, Literal
 
 from jinja2.exceptions import TemplateError
@@ -110,6 +111,17 @@ class Renderer:
         ids_of = self._conversation_ids if short else self._encode_conversation
         return list(ids_of(tuple((m.role, m.content) for m in messages), True, _key_of(tools)))
 
+    def linear_prompt(self, messages: list[Message], tools: Tools = ()) -> list[int]:
+        """Return the ids of a conversation before a reply, with earlier replies as they were sampled."""
+        replies = [i for i, message in enumerate(messages) if message.is_reply]
+        ids = self.prompt(messages[: replies[0]] if replies else messages, tools)
+        for i, following in pairwise([*replies, len(messages)]):
+            ids += messages[i].token_ids
+            if ids[-1] not in self.stop_token_ids:
+                ids.append(self.end_of_turn)
+            ids += self.observation_ids(messages[i + 1 : following])
+        return ids
+
     def opening(self, messages: list[Message], tools: Tools = ()) -> list[Message]:
         """Return the first messages of an episode with the ids of `prompt` divided among them."""
         ids = self.prompt(messages, tools)
@@ -143,7 +155,7 @@ class Renderer:
         kept = [token for token in token_ids if token not in self.stop_token_ids]
         # Special tokens are kept for the parser: some formats mark calls by one.
         text = str(self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-        answer = text.rpartition(CLOSE)[2]
+        answer = "" if self._is_open_thought(text) else text.rpartition(CLOSE)[2]
         content, calls = parse(answer)  # a call that a thought mentions is not made
         content = text[: len(text) - len(answer.lstrip())] + content
         return self._control.sub("", content).strip(), calls
@@ -169,14 +181,18 @@ class Renderer:
         """Return how many tokens of a reply are its thought, with the end of the thought."""
         text = self.decode(token_ids)
         if CLOSE not in text:
-            opened = OPEN in self._opener and CLOSE not in self._opener
-            return len(token_ids) if opened or text.lstrip().startswith(OPEN) else 0
+            return len(token_ids) if self._is_open_thought(text) else 0
         last = text.count(CLOSE)
         low, high = 0, len(token_ids)
         while high - low > 1:  # the fewest tokens with the last end of a thought
             middle = (low + high) // 2
             low, high = (low, middle) if self.decode(token_ids[:middle]).count(CLOSE) == last else (middle, high)
         return high
+
+    def _is_open_thought(self, text: str) -> bool:
+        """Return whether a reply is a thought that has no end."""
+        opened = OPEN in self._opener and CLOSE not in self._opener
+        return CLOSE not in text and (opened or text.lstrip().startswith(OPEN))
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text` without added tokens."""

@@ -41,16 +41,17 @@ class SegmentMatch:
     """Tokens of the prompt that the segment did not have."""
 
 
-def stitch(calls: Iterable[Call]) -> list[Message]:
-    """Return the messages of recorded calls, a prompt and a reply each. `Trajectory.segments` are their sequences."""
-    messages: list[Message] = []
-    tokens_by_segment: list[list[int]] = []
-    for call in calls:
-        match = match_segment(dict(enumerate(tokens_by_segment)), call.prompt_ids, len(tokens_by_segment))
-        if match.segment == len(tokens_by_segment):
-            tokens_by_segment.append([])
-        tokens_by_segment[match.segment] = [*call.prompt_ids, *call.token_ids]
-        messages += [
+class Stitcher:
+    """Puts the recorded calls of an episode into segments, one after the other."""
+
+    def __init__(self) -> None:
+        self._tokens_by_segment: dict[int, list[int]] = {}
+
+    def add(self, call: Call) -> list[Message]:
+        """Return the messages of the next call, a prompt and a reply."""
+        match = match_segment(self._tokens_by_segment, call.prompt_ids, len(self._tokens_by_segment))
+        self._tokens_by_segment[match.segment] = [*call.prompt_ids, *call.token_ids]
+        return [
             Message("user", call.prompt, match.added_ids, segment=match.segment, prefix=match.prefix),
             Message(
                 "assistant",
@@ -61,7 +62,12 @@ def stitch(calls: Iterable[Call]) -> list[Message]:
                 segment=match.segment,
             ),
         ]
-    return messages
+
+
+def stitch(calls: Iterable[Call]) -> list[Message]:
+    """Return the messages of recorded calls, a prompt and a reply each. `Trajectory.segments` are their sequences."""
+    stitcher = Stitcher()
+    return [message for call in calls for message in stitcher.add(call)]
 
 
 def match_segment(

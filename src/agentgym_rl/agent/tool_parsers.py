@@ -44,9 +44,7 @@ def _from_xml(block: str, raw: str) -> ToolCall:
         return _malformed("a call needs the form <function=NAME>...</function>", raw)
     arguments: dict[str, Any] = {}
     position = 0
-    for parameter in _PARAMETER.finditer(function[2]):
-        if parameter.start() != position:
-            break
+    while parameter := _PARAMETER.match(function[2], position):
         arguments[parameter[1].strip()] = _xml_value(parameter[2])
         position = parameter.end()
     if rest := function[2][position:].strip():
@@ -60,6 +58,7 @@ def _xml_value(text: str) -> str:
 
 
 _PYTHON_TAG = "<|python_tag|>"
+_SEPARATOR = re.compile(r"[\s;]*")
 
 
 def parse_llama3(reply: str) -> Parsed:
@@ -80,7 +79,7 @@ def parse_llama3(reply: str) -> Parsed:
             calls.append(_malformed(error, rest))
             break
         calls.append(_checked(value, rest[:end]))
-        rest = rest[end:].lstrip("; \n\t")
+        rest = _SEPARATOR.sub("", rest[end:], count=1)
     return content.strip(), calls or [_malformed("a call needs a JSON object", reply)]
 
 
@@ -161,9 +160,12 @@ def _checked(value: Any, raw: str) -> ToolCall:
         return _malformed('a call needs a JSON object with a "name"', raw)
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
-        arguments, _, error = _decode(arguments)
+        text = arguments.strip()
+        arguments, end, error = _decode(text)
         if error:
             return _malformed(f"the arguments are {error}", raw)
+        if unexpected := _trailing(text[end:]):
+            return _malformed(f"the arguments have {unexpected}", raw)
     if not isinstance(arguments, dict):
         return _malformed(f"the arguments must be a JSON object, got {json.dumps(arguments)[:60]}", raw)
     identifier = value.get("id")

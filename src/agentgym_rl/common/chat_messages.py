@@ -9,6 +9,11 @@ from typing import Any
 from agentgym_rl.types import Message, ToolCall
 
 ROLES = ("system", "user", "assistant", "tool")
+TEXT_PARTS = ("text", "input_text", "output_text")
+"""Types of the parts of a content that have text, in the chat API and the Responses API."""
+
+PLAYED_ACTION, PLAYED_CALLS = "played_action", "played_calls"
+"""Keys of a turn's info: what an external program played, which the model's reply need not show."""
 
 
 def to_openai(message: Message, *, arguments_as_text: bool = True) -> dict[str, Any]:
@@ -47,7 +52,7 @@ def from_openai(row: dict[str, Any]) -> Message:
         raise ValueError(f"role must be one of {', '.join(ROLES)}, got {role!r}")
     content = row.get("content") or ""
     if isinstance(content, list):  # in parts, of which only text counts
-        content = "".join(part["text"] for part in content if part.get("type", "text") == "text")
+        content = "".join(part["text"] for part in content if part.get("type", "text") in TEXT_PARTS)
     if not isinstance(content, str):
         raise TypeError(f"content must be text, got {type(content).__name__}")
     calls = row.get("tool_calls")

@@ -109,7 +109,9 @@ def read_conversations(path: Path) -> list[Conversation]:
     """Read AgentGym's JSON, or OpenAI's messages."""
     try:
         text = path.read_text(encoding="utf-8")
-        rows = json.loads(text) if path.suffix == ".json" else [json.loads(line) for line in text.splitlines() if line]
+        # Not splitlines(): a text in JSON may have U+2028 and other line separators.
+        lines = [line for line in text.split("\n") if line.strip()]
+        rows = json.loads(text) if path.suffix == ".json" else [json.loads(line) for line in lines]
         if not isinstance(rows, list):
             raise TypeError(f"a list is needed, it holds a {type(rows).__name__}")
         return [_from_messages(row) if "messages" in row else _from_row(row) for row in rows]

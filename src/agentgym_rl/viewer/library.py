@@ -133,12 +133,12 @@ class Library:
                 "token_ids": m.get("token_ids") or [],
                 "logprobs": m.get("logprobs"),
                 "version": m.get("version"),
-                "calls": shown_calls(m),
+                "calls": calls,
                 "call_id": m.get("tool_call_id"),
                 "texts": vocabulary.texts(m.get("token_ids") or []) if vocabulary else None,
                 **_branching(m),
             }
-            for m in episode["messages"]
+            for m, calls in zip(episode["messages"], shown_calls(episode), strict=True)
         ]
         learned = self.queries.learned(folder.path, row["trajectory"])
         return {

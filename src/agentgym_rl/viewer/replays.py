@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from agentgym_rl.common.chat_messages import PLAYED_ACTION, PLAYED_CALLS
 from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.types import EnvSession, ToolCall
 from agentgym_rl.viewer.playground_protocols import Environments
@@ -76,7 +77,9 @@ def replies_and_observations(episode: dict[str, Any]) -> tuple[list[Reply], list
             continue
         if message["role"] == "assistant":
             calls = message.get("tool_calls")
-            replies.append(str(message["content"]) if calls is None else [_call(call) for call in calls])
+            reply = str(message["content"]) if calls is None else [_call(call) for call in calls]
+            played = played_by_program(episode, len(replies))
+            replies.append(reply if played is None else played)
         elif message["role"] != "system":
             if len(observations) == len(replies):
                 observations.append([])
@@ -91,10 +94,33 @@ def _call(row: Any) -> ToolCall:
     return ToolCall("", error="unreadable record")
 
 
-def shown_calls(message: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """Return the tool calls of a message for the pages: name, arguments as text, id, error."""
-    if not isinstance(calls := message.get("tool_calls"), list):
+def played_by_program(episode: dict[str, Any], turn: int) -> Reply | None:
+    """Return what an external program played in a turn, which the model's reply need not show; None without one."""
+    infos = episode.get("infos")
+    info = infos[turn] if isinstance(infos, list) and turn < len(infos) else None
+    if not isinstance(info, dict):
         return None
+    if isinstance(calls := info.get(PLAYED_CALLS), list):
+        return [_call(call) for call in calls]
+    return str(info[PLAYED_ACTION]) if PLAYED_ACTION in info else None
+
+
+def shown_calls(episode: dict[str, Any]) -> list[list[dict[str, Any]] | None]:
+    """Return the tool calls of each message for the pages, or None: name, arguments as text, id, error."""
+    shown: list[list[dict[str, Any]] | None] = []
+    turn = 0
+    for message in episode["messages"]:
+        calls = message.get("tool_calls")
+        if message["role"] == "assistant" and not message.get("purpose"):
+            played, turn = played_by_program(episode, turn), turn + 1
+            if isinstance(played, list):
+                shown.append(_shown(played))
+                continue
+        shown.append(_shown([_call(call) for call in calls]) if isinstance(calls, list) else None)
+    return shown
+
+
+def _shown(calls: list[ToolCall]) -> list[dict[str, Any]]:
     return [
         {
             "name": str(call.name),
@@ -103,7 +129,7 @@ def shown_calls(message: dict[str, Any]) -> list[dict[str, Any]] | None:
             "error": str(call.error),
             "raw": str(call.raw),
         }
-        for call in map(_call, calls)
+        for call in calls
     ]
 
 
@@ -205,7 +231,8 @@ class Replays:
                 step = await (session.step(reply) if isinstance(reply, str) else session.call(reply))
             for action in _moves(episode.get("infos"), max(0, turn - 1), "after" if turn else "before"):
                 step = await session.step(action)  # of another role
-            if step.observation.strip() != recorded.strip():
+            # A program writes its own prompts, so those need not show the observation.
+            if played_by_program(episode, 0) is None and step.observation.strip() != recorded.strip():
                 position = f"after turn {turn}" if turn else "at the start"
                 return (
                     f"the replay differs from the record {position}: the environment changed or is not deterministic, "

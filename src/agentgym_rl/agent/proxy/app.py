@@ -14,8 +14,8 @@ import logging
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from typing import Any, TypeVar
 
 import uvicorn
 from starlette.applications import Starlette
@@ -23,7 +23,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from agentgym_rl.agent.proxy.chat import ChatReply, ChatRequest, RequestError, bad_request, read_chat_request
+from agentgym_rl.agent.proxy.chat import ChatReply, RequestError, bad_request, read_chat_request
 from agentgym_rl.agent.proxy.responses import read_response_request, response_events, response_object
 from agentgym_rl.agent.proxy.sessions import ProxySession, Sessions, Submission
 from agentgym_rl.common.chat_messages import call_from_openai, clean_json, to_openai
@@ -42,6 +42,7 @@ BACKLOG = 2048
 KEEP_ALIVE_S = 120
 """Seconds that an idle connection stays open. A client that reuses one while it is closed loses its request."""
 
+T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -149,7 +150,7 @@ class Proxy:
     async def _claim(self, request: Request) -> Response:
         if self._token and not hmac.compare_digest(_bearer(request).encode(), self._token.encode()):
             raise RequestError(401, "a valid bearer token is needed: send Authorization: Bearer TOKEN", "invalid_token")
-        session = await self.sessions.claim(CLAIM_TIMEOUT_S)
+        session = await _unless_disconnected(request, self.sessions.claim(CLAIM_TIMEOUT_S))
         if session is None:
             raise RequestError(404, "no episode waits for a client at the moment: ask again", "no_episode")
         return JSONResponse({**self.links(session), **session.task})
@@ -233,29 +234,29 @@ async def _models(session: ProxySession, request: Request) -> Response:
     return JSONResponse({"object": "list", "data": [model]})
 
 
-async def _complete(session: ProxySession, request: Request, chat_request: ChatRequest) -> ChatReply:
-    """Return the model's reply. If the client disconnects first, nothing is recorded: it may ask again."""
+async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`. It is cancelled if the client disconnects first. The body is discarded."""
 
     async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    reply = asyncio.ensure_future(session.model.complete(chat_request))
+    result = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(disconnected())
     try:
-        await asyncio.wait({reply, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if reply.done():
-            return reply.result()
+        await asyncio.wait({result, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if result.done():
+            return result.result()
         raise ClientDisconnect
     finally:
-        reply.cancel()
+        result.cancel()
         gone.cancel()
-        await asyncio.gather(reply, gone, return_exceptions=True)
+        await asyncio.gather(result, gone, return_exceptions=True)
 
 
 async def _chat(session: ProxySession, request: Request) -> Response:
     body = await _body(request)
-    reply = await _complete(session, request, read_chat_request(body))
+    reply = await _unless_disconnected(request, session.model.complete(read_chat_request(body)))
     base = {
         "id": f"chatcmpl-{uuid.uuid4().hex}",
         "created": int(time.time()),
@@ -301,7 +302,7 @@ def _chat_chunks(base: dict[str, Any], reply: ChatReply, *, with_usage: bool) ->
 
 async def _response(session: ProxySession, request: Request) -> Response:
     body = await _body(request)
-    reply = await _complete(session, request, read_response_request(body))
+    reply = await _unless_disconnected(request, session.model.complete(read_response_request(body)))
     response = response_object(reply, str(body.get("model", MODEL_NAME)))
     if body.get("stream"):
         return _events((json.dumps(event) for event in response_events(response)), named=True)

@@ -20,7 +20,7 @@ from agentgym_rl.agent.policy import check_completion
 from agentgym_rl.agent.renderer import Renderer, Tools
 from agentgym_rl.agent.segments import Call
 from agentgym_rl.agent.tool_parsers import numbered
-from agentgym_rl.common.chat_messages import from_openai, to_openai
+from agentgym_rl.common.chat_messages import TEXT_PARTS, from_openai, to_openai
 from agentgym_rl.common.seeds import stable_seed
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.types import Completion, Limits, Message, Sampling
@@ -210,13 +210,15 @@ def read_chat_request(body: dict[str, Any]) -> ChatRequest:
         if body.get(name) not in accepted:
             raise bad_request(f"{name} = {body[name]!r:.80} is not supported: leave it out")
     stop = body.get("stop") or ()
-    stop = (stop,) if isinstance(stop, str) else tuple(stop)
-    if not all(isinstance(text, str) and text for text in stop):
+    stop = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stop, list | tuple) or not all(isinstance(text, str) and text for text in stop):
         raise bad_request(f"stop must be a text or a list of texts, got {body['stop']!r:.80}")
+    if not isinstance(body.get("stream_options") or {}, dict):
+        raise bad_request(f"stream_options must be an object, got {body['stream_options']!r:.80}")
     tools = [] if body.get("tool_choice") == "none" else read_tools(body.get("tools"))
     limit = body.get("max_completion_tokens")
     limit = body.get("max_tokens") if limit is None else limit
-    return ChatRequest(read_messages(body.get("messages")), tools, read_limit(limit), stop)
+    return ChatRequest(read_messages(body.get("messages")), tools, read_limit(limit), tuple(stop))
 
 
 def read_limit(limit: Any) -> int | None:
@@ -245,7 +247,7 @@ def require_text(content: Any) -> None:
     """Raise RequestError for a content with a part that is no text, such as an image."""
     for part in content if isinstance(content, list) else ():
         kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
-        if kind not in ("text", "input_text", "output_text"):
+        if kind not in TEXT_PARTS:
             raise bad_request(f"a content may have parts of type text, got {kind!r:.80}: the model reads only text")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from agentgym_rl.agent.engines.base import Engine
@@ -20,8 +20,9 @@ from agentgym_rl.agent.proxy.demonstrated import DemonstratedConversation, Demon
 from agentgym_rl.agent.proxy.programs import Program, RunningProgram
 from agentgym_rl.agent.proxy.sessions import EpisodeModel, ProxySession, Submission
 from agentgym_rl.agent.renderer import Renderer
-from agentgym_rl.agent.segments import stitch
+from agentgym_rl.agent.segments import Stitcher
 from agentgym_rl.agent.session_wrapper import SessionWrapper
+from agentgym_rl.common.chat_messages import PLAYED_ACTION, PLAYED_CALLS
 from agentgym_rl.errors import ProgramError
 from agentgym_rl.types import EnvSession, Limits, Message, Observation, Sampling, Step, ToolCall
 
@@ -46,16 +47,19 @@ class ExternalSession(SessionWrapper):
 
     async def step(self, text: str) -> Step:
         submission, self.submission = self.submission, None
+        played: dict[str, Any] = {}
         if submission is None:  # a policy that is no program
             self.last_step = await self._env.step(text)
         elif submission.ending is not None:
             self.last_step = submission.ending
         elif submission.calls is not None:
             self.last_step = await self._env.call(submission.calls)
+            played = {PLAYED_CALLS: [asdict(call) for call in submission.calls]}
         else:
             self.last_step = await self._env.step(submission.action)
+            played = {PLAYED_ACTION: submission.action}
         # The loop pairs results with the calls of a reply, but the program may have written its calls itself.
-        return replace(self.last_step, results=[])
+        return replace(self.last_step, results=[], info=self.last_step.info | played)
 
     async def call(self, calls: list[ToolCall], message: str = "") -> Step:
         self.last_step = await self._env.call(calls, message)
@@ -75,6 +79,7 @@ class ExternalPolicy:
         self._make_model = make_model
         self._session: ProxySession | None = None
         self._running: RunningProgram | None = None
+        self._stitcher = Stitcher()
         self._num_recorded = 0
         """Calls of the model that are in the trajectory."""
         self._acted = False
@@ -154,9 +159,9 @@ class ExternalPolicy:
     def _new_messages(self) -> list[Message]:
         """Return the messages of the model's calls since the last turn."""
         assert self._session is not None
-        calls = self._session.model.calls
-        first, self._num_recorded = self._num_recorded, len(calls)
-        return stitch(calls)[2 * first : 2 * len(calls)]
+        calls = self._session.model.calls[self._num_recorded :]
+        self._num_recorded += len(calls)
+        return [message for call in calls for message in self._stitcher.add(call)]
 
 
 def sampled_model(engine: Engine, renderer: Renderer, sampling: Sampling) -> Callable[[Limits], EpisodeModel]:

@@ -106,6 +106,8 @@ class Sessions:
         if self._by_id.pop(session.id, None) is None:
             return
         del self._by_key[session.key]
+        if session in self._unclaimed:
+            self._unclaimed.remove(session)
         self._ended[session.id] = session.key
         while len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
@@ -115,10 +117,8 @@ class Sessions:
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
-                    while self._unclaimed:
-                        session = self._unclaimed.popleft()
-                        if not session.ended:
-                            return session
+                    if self._unclaimed:
+                        return self._unclaimed.popleft()
                     self._opened.clear()
                     await self._opened.wait()
         except TimeoutError:
