@@ -23,8 +23,8 @@ test-quick: $(FULL) browser
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 5 --dist loadfile --no-loadscope-reorder -m "not long" $(ARGS)
 
 # What takes too long for `make test`: algorithms that learn, and faults on a cluster that `make faults` does not have.
-test-long: $(FULL)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m long $(ARGS)
+test-long: $(FULL) browser
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist load -m long $(ARGS)
 
 # On a machine with a CUDA device; PYTHON may name an interpreter that has torch, Triton and pytest.
 test-gpu:

@@ -22,6 +22,8 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,8 @@ ENVIRONMENTS: dict[str, tuple[int, list[str | None]]] = {
     "wordle": (204, ["about", "heart", "grade", "crazy"]),
 }
 """(item, actions before the picture) of each environment that draws SVG without a browser or Java."""
+PATIENCE_MS = 600_000
+"""Maximum wait for a page on a busy machine."""
 RUNS = {"quickstart": "seed=0", "quickstart-seed-1": "seed=1"}
 BABYAI = ["--env", "babyai", "--subset", "GoToRedBall", "--limit", "50", "--turns", "1,2,4,8"]
 EVALUATIONS = {
@@ -91,18 +95,32 @@ def viewer(out: Path, work: Path) -> None:
 
     with serve(work) as url, sync_playwright() as playwright:
         root = hasattr(os, "geteuid") and os.geteuid() == 0
+        wait_for_index(url)
         browser = playwright.chromium.launch(executable_path=find_chromium(), chromium_sandbox=not root)
         for name, (address, settings) in pages(work / "runs" / "quickstart").items():
             page = browser.new_page(**{"viewport": {"width": 1280, "height": 860}, **settings})
+            page.set_default_timeout(PATIENCE_MS)
             page.goto(f"{url}#/{address}")
             page.locator("main:not(.loading) > .page").wait_for()
             if name == "compare":
                 page.locator("main").get_by_role("link", name="Compare").click()
                 page.locator(".pair.heads").wait_for()
-            page.wait_for_timeout(1500)  # pictures are drawn by a replay on the server
+            page.wait_for_function("!document.querySelector('.picture.waiting')")  # a replay on the server draws them
+            page.wait_for_timeout(1500)
             page.screenshot(path=out / f"viewer-{name}.png")
             page.close()
         browser.close()
+
+
+def wait_for_index(url: str) -> None:
+    """Wait until the viewer has read all trajectories."""
+    end = time.monotonic() + PATIENCE_MS / 1000
+    while time.monotonic() < end:
+        with urllib.request.urlopen(f"{url}api/changes") as answer:
+            if not json.load(answer)["index"]["unread"]:
+                return
+        time.sleep(1)
+    raise TimeoutError(f"the viewer has not read all trajectories after {PATIENCE_MS / 1000:g} s")
 
 
 def pages(run: Path) -> dict[str, tuple[str, dict[str, Any]]]:

@@ -61,6 +61,7 @@ def test_the_oracle_solves_a_task_of_several_turns(task: str, env: MiniWob) -> N
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 def test_the_oracle_solves_every_task(env: MiniWob) -> None:
     items = [item for task in TASKS for item in (TASKS.index(task), item_of(task, 1), item_of(task, 2))]
     failed = [(task_of(item), item) for item in items if not solve(env, item).info["success"]]
