@@ -227,7 +227,7 @@ def test_a_run_continues_after_a_checkpoint_failed_for_lack_of_space(tmp_path: P
         checkpoints = [path.name for path in list_checkpoints(run.folder / "checkpoints")]
         assert f"step_{failed['step']:06d}" not in checkpoints
         assert checkpoints[-1] in failed["message"]
-        assert "no space" in run.output.read_text()
+        run.until(lambda: "no space" in run.output.read_text())  # printed after the event
         resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         run.until(lambda: list_checkpoints(run.folder / "checkpoints")[-1].name > f"step_{failed['step']:06d}")
         assert run.stop() == 0
