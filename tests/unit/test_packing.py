@@ -28,7 +28,13 @@ from agentgym_rl.errors import ConfigError
 from agentgym_rl.training.checkpoint import load_state, save_checkpoint
 from agentgym_rl.training.device import head, master_weights, optimizer
 from agentgym_rl.training.device.captured import padded_lengths
-from agentgym_rl.training.device.packed import capture_passes, packed_states, padded_states, why_not_packed
+from agentgym_rl.training.device.packed import (
+    capture_passes,
+    packed_action_states,
+    packed_states,
+    padded_states,
+    why_not_packed,
+)
 from agentgym_rl.training.learner import Imitator
 from agentgym_rl.training.lora import add_adapter
 from agentgym_rl.training.microbatch import micro_batches
@@ -167,6 +173,39 @@ def test_packed_states_and_gradients_are_those_of_each_sample_alone(kind: str) -
     ends = [sum(micro.lengths[: i + 1]) - 1 for i in range(6)]
     assert torch.equal(states_at_end(hidden, micro), hidden[ends])
     assert torch.equal(states_before_actions(hidden, micro), hidden[micro.places_A - 1])
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("kind", list(MODELS))
+def test_the_last_layer_computes_only_what_action_tokens_need(kind: str, shared: bool, recomputed: bool) -> None:
+    decoder = make(MODELS[kind]).get_decoder()
+    if recomputed:
+        decoder.train().gradient_checkpointing_enable({"use_reentrant": False})
+    samples = make_samples(3, [7, 19, 7, 2, 30, 1, 19, 25])
+    rng = random.Random(0)
+    for sample in samples:
+        sample.loss_mask = [False] + [rng.random() < 0.25 for _ in sample.token_ids[1:]]
+        sample.logprobs = [-1.0] * sum(sample.loss_mask)
+    if shared:  # also their action tokens
+        for sample in samples[1:]:
+            sample.token_ids[:15] = samples[0].token_ids[: len(sample.token_ids)] + sample.token_ids[7:15]
+    (micro,) = micro_batches(samples, [1.0] * len(samples), 1000, share_prefixes=shared)
+    assert (micro.shared is not None) == shared
+    assert 0 in micro.action_counts
+    rows: list[int] = []
+    decoder.layers[-1].mlp.register_forward_hook(lambda module, args, out: rows.append(len(out)))
+    actual = packed_action_states(decoder, micro)
+    assert rows[0] <= micro.num_actions < len(micro.token_ids_T) / 3
+    right = states_before_actions(padded_states(decoder, micro), micro)
+    torch.testing.assert_close(actual, right, atol=1e-5, rtol=1e-4)
+    torch.manual_seed(1)
+    wanted = torch.randn_like(actual)
+    for mine, expected in zip(
+        *(torch.autograd.grad((states * wanted).sum(), list(decoder.parameters())) for states in (actual, right)),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, expected, atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("kind", list(OTHERS))
@@ -336,11 +375,11 @@ def test_chunks_give_the_values_and_gradients_of_the_whole(
 @pytest.mark.parametrize("adapted", [False, True])
 def test_tokens_by_vocabulary_is_never_held(monkeypatch: pytest.MonkeyPatch, adapted: bool) -> None:
     monkeypatch.setattr(head, "CHUNK_NUMBERS", {"cpu": 1 << 16})
-    vocabulary, tokens = 512, 1500
+    vocabulary = 512
     model = tiny_model(vocabulary=vocabulary)
     if adapted:
         add_adapter(model, LoraSettings(rank=2, target_modules=("lm_head", "q_proj")), 0)
-    samples = make_samples(1, [100] * (tokens // 100), vocabulary)
+    samples = make_samples(1, list(range(93, 108)), vocabulary)
     imitator = Imitator(model, OptimizerSettings(lr=1e-3), 1)
     with Largest() as seen:
         imitator.imitate(samples)

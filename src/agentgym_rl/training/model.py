@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 from agentgym_rl.common.model_loading import loading_lock
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.training.device.head import head_logprobs
-from agentgym_rl.training.device.packed import packed_states, padded_states, why_not_packed
+from agentgym_rl.training.device.packed import packed_action_states, packed_states, padded_states, why_not_packed
 from agentgym_rl.training.locate_model import find_model, local_folder
 from agentgym_rl.training.meta import fill, make_empty
 from agentgym_rl.training.microbatch import MicroBatch
@@ -97,7 +97,11 @@ def action_logprobs(model: Any, batch: MicroBatch, temperature: float) -> tuple[
 
 
 def _read_actions(model: Any, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-    hidden_AH = states_before_actions(hidden_states(model.get_decoder(), batch), batch)
+    decoder = model.get_decoder()
+    if why_not_packed(decoder):
+        hidden_AH = states_before_actions(padded_states(decoder, batch), batch)
+    else:
+        hidden_AH = packed_action_states(decoder, batch)
     return head_logprobs(model.get_output_embeddings(), hidden_AH, batch.targets_A, temperature)
 
 

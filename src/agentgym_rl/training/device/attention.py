@@ -1,10 +1,12 @@
 """Causal attention over packed samples: a token sees only the earlier tokens of its own sample.
 
-Shapes: T tokens of a micro-batch, N query heads, K key/value heads, D head width.
+Shapes: B samples of T tokens in a micro-batch, R of them with queries, at most Q in a sample; N query heads, K
+key/value heads, D head width.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,14 +25,33 @@ def flash_supports(query: Tensor) -> bool:
     return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
 
 
-def attend(query_TND: Tensor, key_TKD: Tensor, value_TKD: Tensor, micro: MicroBatch, scale: float) -> Tensor:
-    """Return the attention output, T(ND), differentiable.
+@dataclass(slots=True)
+class Queries:
+    """Tokens of a layer whose outputs are needed, in ascending order."""
+
+    rows_R: Tensor
+    """Index of each among the tokens that the layer gets: T, or the unique ones of shared prefixes."""
+    places_R: Tensor
+    """Index of each in T."""
+
+
+def attend(
+    query_TND: Tensor,
+    key_TKD: Tensor,
+    value_TKD: Tensor,
+    micro: MicroBatch,
+    scale: float,
+    queries: Queries | None = None,
+) -> Tensor:
+    """Return the attention output, T(ND), differentiable. With `queries` (on a CPU), there are R of them.
 
     On CUDA it uses the flash kernel for half precision and the memory-efficient one for float32. Elsewhere it makes one
     exact call for every run of equally long samples, which is the fastest way on a CPU. There, tokens may be the unique
     ones of samples with shared prefixes.
     """
-    if micro.shared is not None and len(query_TND) < len(micro.token_ids_T):
+    if queries is not None:
+        mixed = _by_queries(query_TND, key_TKD, value_TKD, micro, queries, scale)
+    elif micro.shared is not None and len(query_TND) < len(micro.token_ids_T):
         mixed = _by_own_tokens(query_TND, key_TKD, value_TKD, micro, micro.shared, scale)
     elif flash_supports(query_TND):
         mixed = flash_forward(query_TND, key_TKD, value_TKD, micro, scale)[0]
@@ -98,8 +119,7 @@ def _by_own_tokens(
     """Return the attention output of unique tokens, UND: keys and values of shared tokens are copied, not computed."""
     runs = micro.own_runs(shared)
     heads = key_UKD.shape[1]
-    # One copy, because its gradient is a sum over rows that costs the same for any width.
-    both_T2KD = torch.cat((key_UKD, value_UKD), 1).index_select(0, shared.unique_T)
+    both_T2KD = _copy_shared(key_UKD, value_UKD, shared)
     queries = query_UND.split([count * own for count, _, own in runs])
     both = both_T2KD.split([count * length for count, length, _ in runs])
     mixed = []
@@ -108,10 +128,46 @@ def _by_own_tokens(
             continue
         q = query.unflatten(0, (count, own)).transpose(1, 2)
         k, v = part.unflatten(0, (count, length)).transpose(1, 2).split(heads, 1)
-        # The mask is causal from the bottom right: the last query sees every key.
-        mask = None if own == length else torch.ones(own, length, dtype=torch.bool, device=q.device).tril(length - own)
+        # The bias is causal from the bottom right: the last query sees every key. SDPA would convert a boolean mask.
+        mask = None if own == length else q.new_full((own, length), -torch.inf).triu_(length - own + 1)
         out = scaled_dot_product_attention(
             q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=query_UND.shape[1] != heads
         )
         mixed.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(mixed)
+
+
+def _copy_shared(key_UKD: Tensor, value_UKD: Tensor, shared: SharedPrefixes) -> Tensor:
+    """Return keys and values of every token, T(2K)D, in one copy: its gradient costs the same for any width."""
+    return torch.cat((key_UKD, value_UKD), 1).index_select(0, shared.unique_T)
+
+
+def _by_queries(
+    query_RND: Tensor, key: Tensor, value: Tensor, micro: MicroBatch, queries: Queries, scale: float
+) -> Tensor:
+    """Return the attention output of the queries, RND: one call for every run of equally long samples."""
+    heads = key.shape[1]
+    both = torch.cat((key, value), 1) if micro.shared is None else _copy_shared(key, value, micro.shared)
+    samples_R = torch.searchsorted(micro.bounds_B1, queries.places_R, right=True) - 1
+    counts = torch.bincount(samples_R, minlength=len(micro.lengths))
+    runs = micro.runs()
+    # Samples of a run are padded to the most queries that one of them has.
+    widths = [int(part.max()) for part in counts.split([count for count, _ in runs])]
+    widths_B = torch.tensor([width for (count, _), width in zip(runs, widths, strict=True) for _ in range(count)])
+    offsets = (widths_B.cumsum(0) - widths_B) - (counts.cumsum(0) - counts)
+    slots_R = torch.arange(len(samples_R)) + offsets[samples_R]
+    padded = query_RND.new_zeros(int(widths_B.sum()), *query_RND.shape[1:]).index_copy(0, slots_R, query_RND)
+    columns = slots_R.new_zeros(len(padded)).index_copy(0, slots_R, micro.positions_T[queries.places_R])
+    sizes = [count * width for (count, _), width in zip(runs, widths, strict=True)]
+    parts = (padded.split(sizes), columns.split(sizes), both.split([count * length for count, length in runs]))
+    mixed = []
+    for (count, length), width, query, column, part in zip(runs, widths, *parts, strict=True):
+        if not width:
+            continue
+        q = query.unflatten(0, (count, width)).transpose(1, 2)
+        k, v = part.unflatten(0, (count, length)).transpose(1, 2).split(heads, 1)
+        hidden = column.view(count, 1, width, 1) < torch.arange(length)
+        bias = q.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+        out = scaled_dot_product_attention(q, k, v, bias, scale=scale, enable_gqa=query_RND.shape[1] != heads)
+        mixed.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(mixed).index_select(0, slots_R)

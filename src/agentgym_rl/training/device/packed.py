@@ -3,7 +3,8 @@
 It calls the model's own modules, so that adapters around them work. On CUDA, layers of plain modules in half precision
 run as one operation each (fused_layer.py). Every other decoder runs its own forward pass, padded.
 
-Shapes: T tokens of a micro-batch, H hidden size, N query heads, K key/value heads, D head width.
+Shapes: T tokens of a micro-batch, A action tokens and R tokens that are read among them, H hidden size, N query heads,
+K key/value heads, D head width.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ from torch.nn.functional import rms_norm
 from torch.utils.checkpoint import checkpoint
 
 from agentgym_rl.common.decoders import DECODERS, RMS_NORMS, STATIC_ROPE
-from agentgym_rl.training.device.attention import attend, flash_supports
+from agentgym_rl.training.device.attention import Queries, attend, flash_supports
 from agentgym_rl.training.device.captured import CapturedPasses
 from agentgym_rl.training.device.head import HAS_TRITON
-from agentgym_rl.training.microbatch import MicroBatch
+from agentgym_rl.training.microbatch import MicroBatch, SharedPrefixes
+
+MAX_READ_SHARE = 0.5
+"""The last layer computes only the tokens that are read if they are at most this share of all."""
 
 
 def why_not_packed(decoder: Any) -> str | None:
@@ -43,9 +47,7 @@ def packed_states(decoder: Any, micro: MicroBatch) -> Tensor:
     """Return the decoder's output for every token, TH. Samples do not see each other, but may share prefixes."""
     shared = micro.shared
     if shared is not None:
-        hidden_UH = decoder.embed_tokens(micro.token_ids_T[shared.places_U])
-        states_UH = through_layers(decoder, hidden_UH, micro.positions_T[shared.places_U], micro)
-        return states_UH.index_select(0, shared.unique_T)
+        return _shared_states(decoder, micro, shared).index_select(0, shared.unique_T)
     hidden_TH = decoder.embed_tokens(micro.token_ids_T)
     captured = getattr(decoder, "captured_passes", None)
     if captured is not None and decoder.training and torch.is_grad_enabled():
@@ -53,6 +55,25 @@ def packed_states(decoder: Any, micro: MicroBatch) -> Tensor:
         if states is not None:
             return states
     return through_layers(decoder, hidden_TH, micro.positions_T, micro)
+
+
+def packed_action_states(decoder: Any, micro: MicroBatch) -> Tensor:
+    """Return the decoder's output before every action token, AH. On a CPU its last layer computes nothing else."""
+    places_A, shared = micro.places_A - 1, micro.shared
+    few = 0 < len(places_A) <= MAX_READ_SHARE * len(micro.token_ids_T)
+    if not few or places_A.is_cuda or hasattr(decoder, "captured_passes"):
+        return packed_states(decoder, micro).index_select(0, places_A)
+    if shared is None:
+        hidden_TH = decoder.embed_tokens(micro.token_ids_T)
+        return through_layers(decoder, hidden_TH, micro.positions_T, micro, Queries(places_A, places_A))
+    read_R, read_A = shared.unique_T[places_A].unique(return_inverse=True)
+    states_RH = _shared_states(decoder, micro, shared, Queries(read_R, shared.places_U[read_R]))
+    return states_RH.index_select(0, read_A)
+
+
+def _shared_states(decoder: Any, micro: MicroBatch, shared: SharedPrefixes, queries: Queries | None = None) -> Tensor:
+    hidden_UH = decoder.embed_tokens(micro.token_ids_T[shared.places_U])
+    return through_layers(decoder, hidden_UH, micro.positions_T[shared.places_U], micro, queries)
 
 
 def capture_passes(decoder: Any) -> None:
@@ -79,8 +100,13 @@ def why_not_captured(decoder: Any) -> str | None:
     return None
 
 
-def through_layers(decoder: Any, hidden_TH: Tensor, positions_T: Tensor, micro: MicroBatch) -> Tensor:
-    """Return the decoder's output TH for embeddings TH. Only the sample bounds of `micro` are used."""
+def through_layers(
+    decoder: Any, hidden_TH: Tensor, positions_T: Tensor, micro: MicroBatch, queries: Queries | None = None
+) -> Tensor:
+    """Return the decoder's output TH for embeddings TH. Only the sample bounds of `micro` are used.
+
+    With `queries`, which fused layers do not take, the last layer computes and returns the outputs of these tokens.
+    """
     cos, sin = (x[0] for x in decoder.rotary_emb(hidden_TH, positions_T[None]))
     run = _fused(decoder, hidden_TH)
     if run is None:
@@ -88,11 +114,11 @@ def through_layers(decoder: Any, hidden_TH: Tensor, positions_T: Tensor, micro: 
         sin[..., : sin.shape[-1] // 2].neg_()
     recompute = decoder.gradient_checkpointing and decoder.training and torch.is_grad_enabled()
     run_layer = partial(checkpoint, run, use_reentrant=False) if recompute else run
+    last = decoder.layers[-1]
     for layer in decoder.layers:
-        if hasattr(layer, "gathered"):  # sharded over ranks: parameters are gathered for the call
-            hidden_TH = layer.gathered(run_layer, hidden_TH, cos, sin, micro)
-        else:
-            hidden_TH = run_layer(layer, hidden_TH, cos, sin, micro)
+        args = (hidden_TH, cos, sin, micro, queries) if layer is last and queries else (hidden_TH, cos, sin, micro)
+        # A layer that is sharded over ranks gathers its parameters for the call.
+        hidden_TH = layer.gathered(run_layer, *args) if hasattr(layer, "gathered") else run_layer(layer, *args)
     return decoder.norm(hidden_TH)
 
 
@@ -103,15 +129,26 @@ def padded_states(decoder: Any, micro: MicroBatch) -> Tensor:
     return hidden_BLH.flatten(0, 1).index_select(0, places_T)
 
 
-def _layer(layer: Any, hidden_TH: Tensor, cos: Tensor, signed_sin: Tensor, micro: MicroBatch) -> Tensor:
+def _layer(
+    layer: Any,
+    hidden_TH: Tensor,
+    cos: Tensor,
+    signed_sin: Tensor,
+    micro: MicroBatch,
+    queries: Queries | None = None,
+) -> Tensor:
     attention = layer.self_attn
-    heads = (len(hidden_TH), -1, attention.head_dim)
+    heads = (-1, attention.head_dim)
     x = _normalise(layer.input_layernorm, hidden_TH)
-    query, key, value = (project(x).view(heads) for project in (attention.q_proj, attention.k_proj, attention.v_proj))
+    key, value = (project(x).unflatten(-1, heads) for project in (attention.k_proj, attention.v_proj))
+    angles = cos, signed_sin
+    if queries is not None:
+        hidden_TH, x, *angles = (rows.index_select(0, queries.rows_R) for rows in (hidden_TH, x, cos, signed_sin))
+    query = attention.q_proj(x).unflatten(-1, heads)
     if hasattr(attention, "q_norm"):
         query, key = _normalise(attention.q_norm, query), _normalise(attention.k_norm, key)
-    query, key = _Rotate.apply(query, cos, signed_sin), _Rotate.apply(key, cos, signed_sin)
-    hidden_TH = hidden_TH + attention.o_proj(attend(query, key, value, micro, attention.scaling))
+    query, key = _Rotate.apply(query, *angles), _Rotate.apply(key, cos, signed_sin)
+    hidden_TH = hidden_TH + attention.o_proj(attend(query, key, value, micro, attention.scaling, queries))
     return hidden_TH + layer.mlp(_normalise(layer.post_attention_layernorm, hidden_TH))
 
 

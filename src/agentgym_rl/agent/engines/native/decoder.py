@@ -136,10 +136,12 @@ class DecoderRunner:
             self.cache.keys[index][batch.slots, :, batch.positions] = key
             self.cache.values[index][batch.slots, :, batch.positions] = value
             mixed = self._attend(index, query, key, value, batch, attention.scaling)
+            if layer is decoder.layers[-1]:  # only the last token of a row is read
+                rows = torch.arange(len(hidden), device=self._device)
+                hidden, mixed = hidden[rows, batch.last], mixed[rows, batch.last]
             hidden += attention.o_proj(mixed)
             hidden += layer.mlp(_normalise(layer.post_attention_layernorm, hidden))
-        last = hidden[torch.arange(len(hidden), device=self._device), batch.last]
-        return self._model.lm_head(_normalise(decoder.norm, last)).float()
+        return self._model.lm_head(_normalise(decoder.norm, hidden)).float()
 
     def _attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: Batch, scaling: float
