@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from jinja2 import Environment
 from transformers import AutoTokenizer
 
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.training.scratch import build_model, build_tokenizer
+from agentgym_rl.training.scratch import build_model, build_tokenizer, write_calls
 from agentgym_rl.training.settings import ScratchSettings
+from agentgym_rl.types import ToolCall
 
 TEXTS = [
     "Your goal: go to the red ball. There is a red ball 1 right in front of you 3 steps away.",
@@ -76,6 +78,13 @@ def test_its_chat_template_works_with_the_renderer(tokenizer: Any) -> None:
     renderer = Renderer(tokenizer)
     assert renderer.end_of_turn == tokenizer.eos_token_id
     assert renderer.decode(renderer.reply_ids("turn left")) == "turn left"
+
+
+def test_tool_calls_of_a_message_do_not_compile_the_template_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Environment, "compile")
+    assert write_calls([]) == ""
+    written = "<tool_call> <function=get> <parameter=count> 2 </parameter> </function> </tool_call>"
+    assert write_calls([ToolCall("get", {"count": 2})]) == written
 
 
 def test_a_tokenizer_without_texts_is_refused() -> None:

@@ -29,6 +29,7 @@ CHAT_TEMPLATE = (
     "{{ value if value is string else value | tojson }} </parameter>{% endfor %} </function> </tool_call>{% endfor %}"
     "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
 )
+_TEMPLATE = Template(CHAT_TEMPLATE)
 _TAG = re.compile(r"</?(?:tool_call|function|parameter)(?:=[\w-]+)?>")
 """Tags of tool calls. Each is one token."""
 MIN_PAIR_SHARE = 0.0005
@@ -84,9 +85,8 @@ def build_tokenizer(texts: Iterable[str], replies: Iterable[str] = ()) -> Any:
 
 def write_calls(calls: Iterable[ToolCall]) -> str:
     """Return tool calls as the template writes them."""
-    template = Template(CHAT_TEMPLATE)
     written = [{"function": {"name": call.name, "arguments": call.arguments}} for call in calls]
-    text = template.render(messages=[{"role": "", "content": "", "tool_calls": written}])
+    text = _TEMPLATE.render(messages=[{"role": "", "content": "", "tool_calls": written}])
     return text.removeprefix(START).removesuffix(END).strip()
 
 
