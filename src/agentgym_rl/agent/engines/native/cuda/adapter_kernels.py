@@ -16,7 +16,13 @@ import triton
 import triton.language as tl
 
 from agentgym_rl.agent.engines.native.cuda.chaining import CHAINED, follow
-from agentgym_rl.agent.engines.native.cuda.matmul_kernels import add_low_rank, block_rows_for, finish_head
+from agentgym_rl.agent.engines.native.cuda.matmul_kernels import (
+    add_low_rank,
+    block_rows_for,
+    finish_head,
+    projection_of,
+    rows_of_b,
+)
 
 BLOCK_COLUMNS = 64
 
@@ -64,11 +70,10 @@ def adapted_heads_kernel(
     real = rows < num_rows
     position = tl.load(positions + rows, mask=real, other=0)
     columns = head * HEAD_DIM + tl.arange(0, HEAD_DIM)
-    place = OUTPUTS + ((head >= HEADS).to(tl.int32) + (head >= HEADS + KV_HEADS).to(tl.int32)) * RANK
-    ranks = place + tl.arange(0, RANK)
+    ranks = OUTPUTS + projection_of(head, HEADS, KV_HEADS) * RANK + tl.arange(0, RANK)
     total = _tile(product, rows, real, columns, columns >= 0, OUTPUTS + 3 * RANK).to(tl.float32)
     inner = _tile(product, rows, real, ranks, ranks >= 0, OUTPUTS + 3 * RANK)
-    total = add_low_rank(total, inner, adapter_b, columns, columns >= 0, RANK)
+    total = add_low_rank(total, inner, rows_of_b(adapter_b, columns, columns >= 0, RANK))
     if HAS_BIAS:
         total += tl.load(bias + columns).to(tl.float32)[None, :]
     finish_head(
@@ -119,10 +124,10 @@ def adapted_silu_kernel(
     ranks = 2 * INNER + tl.arange(0, RANK)
     gate = _tile(product, rows, real, columns, inside, WIDTH).to(tl.float32)
     inner = _tile(product, rows, real, ranks, ranks >= 0, WIDTH)
-    gate = add_low_rank(gate, inner, adapter_b, columns, inside, RANK)
+    gate = add_low_rank(gate, inner, rows_of_b(adapter_b, columns, inside, RANK))
     up = _tile(product, rows, real, INNER + columns, inside, WIDTH).to(tl.float32)
     inner = _tile(product, rows, real, RANK + ranks, ranks >= 0, WIDTH)
-    up = add_low_rank(up, inner, adapter_b + INNER * RANK, columns, inside, RANK)
+    up = add_low_rank(up, inner, rows_of_b(adapter_b + INNER * RANK, columns, inside, RANK))
     target = out + rows.to(tl.int64)[:, None] * INNER + columns[None, :]
     mixed = (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty)
     tl.store(target, mixed, mask=real[:, None] & inside[None, :])
@@ -149,7 +154,7 @@ def add_adapted_kernel(
     ranks = SIZE + tl.arange(0, RANK)
     total = _tile(product, rows, real, columns, inside, SIZE + RANK).to(tl.float32)
     inner = _tile(product, rows, real, ranks, ranks >= 0, SIZE + RANK)
-    total = add_low_rank(total, inner, adapter_b, columns, inside, RANK)
+    total = add_low_rank(total, inner, rows_of_b(adapter_b, columns, inside, RANK))
     if HAS_BIAS:
         total += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
     target = hidden + rows.to(tl.int64)[:, None] * SIZE + columns[None, :]

@@ -1,8 +1,8 @@
 """LoRA adapters of peft in captured steps.
 
 A joint matrix gets further rows: the A matrices of its projections. One product then gives the outputs and the inputs
-of the B matrices, and the kernel after it adds their products with B. Nothing is merged: merged weights would be a second
-copy, and rounding them would make the sampler's log-probabilities differ from the learner's.
+of the B matrices, and the kernel after it adds their products with B. Nothing is merged: merged weights would be a
+second copy, and rounding them would make the sampler's log-probabilities differ from the learner's.
 
 Shapes: N outputs and C inputs of a joint matrix, G projections in it (q, k and v are 3), R rank, padded.
 """

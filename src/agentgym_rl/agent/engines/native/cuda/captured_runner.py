@@ -15,7 +15,7 @@ import torch
 from agentgym_rl.agent.engines.native.cache import SlotCache
 from agentgym_rl.agent.engines.native.cuda.attention_kernels import copy_slots, queries_per_block
 from agentgym_rl.agent.engines.native.cuda.forward_passes import NARROW, CapturedModel
-from agentgym_rl.agent.engines.native.cuda.joint_weights import addresses, ranks, why_not_captured
+from agentgym_rl.agent.engines.native.cuda.joint_weights import addresses, weight_modules, why_not_captured
 from agentgym_rl.agent.engines.native.cuda.packing import BLOCK_FIELDS, TOKEN_FIELDS, as_packed, pack
 from agentgym_rl.agent.engines.native.cuda.sample_kernels import Picks, RowState
 from agentgym_rl.agent.engines.native.decoder import share_prompts, unwrap
@@ -90,10 +90,11 @@ class CapturedRunner:
         self._graphs: dict[Any, Callable[[], None]] = {}
         self._pool: Any = None
         self._stream = torch.cuda.Stream(self._device) if self._on_cuda else None
-        self._built: tuple[tuple[int, ...], ...] = ()
-        """Addresses of weights and ranks of adapters that captured steps are valid for."""
-        self._active: list[list[str]] | None = None
-        """Names of each projection's adapters that captured steps add. None if they must be copied."""
+        self._addresses: tuple[int, ...] = ()
+        self._weight_modules: list[torch.nn.Module] | None = None
+        """Modules with those weights. None without adapters: then all modules are looked up, so that new ones count."""
+        self._active: list[list[str]] = []
+        """Adapters that captured steps add."""
         self._captured: CapturedModel
         self._prefill_sizes = NARROW_PREFILL_SIZES if config.hidden_size <= NARROW else PREFILL_SIZES
         self._max_rows = bucket_for(max_slots)
@@ -112,20 +113,27 @@ class CapturedRunner:
     def refresh(self, *, updated: bool = False) -> None:
         """Drop captured steps if a weight has moved, because they are valid only for its address. Copy adapters if they
         were updated or others are active."""
-        built = (addresses(self._model), ranks(self._model))
-        if built != self._built:
-            self._drop_graphs()
-            reason = why_not_captured(self._wrapped)
-            if reason is not None:
-                raise EngineError(f"The model has changed and {reason}: make another engine.")
-            self._captured = CapturedModel(self._model, self.cache)
-            self._built, self._active = (addresses(self._model), built[1]), None
-            if self.cache.spare_position > 0:
-                self._captured.refresh_rotary()
+        if addresses(self._weight_modules or self._model.modules()) != self._addresses:
+            self._build()
         active = self._captured.active_adapters()
-        if updated or active != self._active:
-            self._captured.load_adapters()
-            self._active = active
+        if not updated and active == self._active:
+            return
+        if not self._captured.fits_adapters():
+            self._build()
+        self._captured.load_adapters()
+        self._active = active
+
+    def _build(self) -> None:
+        self._drop_graphs()
+        reason = why_not_captured(self._wrapped)
+        if reason is not None:
+            raise EngineError(f"The model has changed and {reason}: make another engine.")
+        self._captured = CapturedModel(self._model, self.cache)
+        self._active = []
+        self._weight_modules = weight_modules(self._model) if self._captured.active_adapters() else None
+        self._addresses = addresses(self._weight_modules or self._model.modules())
+        if self.cache.spare_position > 0:
+            self._captured.refresh_rotary()
 
     @torch.no_grad()
     def reserve(self, length: int) -> None:

@@ -14,7 +14,7 @@ from agentgym_rl.agent.engines.native.cuda.adapter_kernels import adapted_heads,
 from agentgym_rl.agent.engines.native.cuda.adapters import JointAdapter, hold_rooms
 from agentgym_rl.agent.engines.native.cuda.attention_kernels import decode_attention, prefill_attention
 from agentgym_rl.agent.engines.native.cuda.drafts import accept, draft, drafted_picks
-from agentgym_rl.agent.engines.native.cuda.joint_weights import LayerWeights, layer_weights
+from agentgym_rl.agent.engines.native.cuda.joint_weights import LayerWeights, layer_weights, ranks
 from agentgym_rl.agent.engines.native.cuda.layers import rms_norm, rope_and_store, silu_times
 from agentgym_rl.agent.engines.native.cuda.matmul_kernels import add_product, embed, gate_up, qkv
 from agentgym_rl.agent.engines.native.cuda.packing import Packed
@@ -37,6 +37,7 @@ class CapturedModel:
         self._norm = (decoder.norm.weight.data, decoder.norm.variance_epsilon)
         self._layers: list[LayerWeights] = [layer_weights(layer) for layer in decoder.layers]
         self._scaling = decoder.layers[0].self_attn.scaling
+        self._ranks = ranks(model)
         self._adapters = [adapter for layer in self._layers for adapter in layer.adapters]
         # The fused products read rows before normalization, whose range float16 cannot hold.
         self._narrow = self._embedding.shape[1] <= NARROW and self._embedding.dtype != torch.float16
@@ -53,8 +54,13 @@ class CapturedModel:
         return len(self._cos)
 
     def active_adapters(self) -> list[list[str]]:
-        """Return the names of the active adapters of each projection that has some."""
-        return [names for adapter in self._adapters for names in adapter.active()]
+        """Return the names of the active adapters of the first joint matrix with some: peft switches all at once. Empty
+        only without adapters."""
+        return self._adapters[0].active() if self._adapters else []
+
+    def fits_adapters(self) -> bool:
+        """Return whether the buffers can hold the present adapters of the model."""
+        return not self._adapters or ranks(self._model) == self._ranks
 
     def load_adapters(self) -> None:
         """Copy the present adapters of the model, without which captured steps would use earlier ones."""

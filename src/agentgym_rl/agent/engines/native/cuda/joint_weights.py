@@ -6,7 +6,7 @@ optimizers, load_state_dict and save_pretrained work as before. With LoRA every 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -77,7 +77,7 @@ def why_not_captured(model: Any) -> str | None:
     config, decoder = inner.config, inner.model
     if inner is not model and getattr(model, "peft_type", None) != "LORA":
         return f"it is wrapped by {type(model).__name__}"
-    parameters = list(_base_parameters(inner))
+    parameters = [parameter for name, parameter in inner.named_parameters() if ".lora_" not in name]
     if len({p.device for p in parameters}) > 1 or len({p.dtype for p in parameters}) > 1:
         return "its parameters are of several devices or types"
     if parameters[0].dtype not in DTYPES:
@@ -187,13 +187,14 @@ def layer_weights(layer: Any) -> LayerWeights:
     )
 
 
-def addresses(model: Any) -> tuple[int, ...]:
-    """Return the address of every parameter but the adapters'. Captured steps are valid only for these."""
-    return tuple(parameter.data_ptr() for parameter in _base_parameters(model))
+def addresses(modules: Iterable[nn.Module]) -> tuple[int, ...]:
+    """Return the address of every parameter of the modules. Captured steps are valid only for these."""
+    return tuple(p.data_ptr() for module in modules for p in module._parameters.values() if p is not None)
 
 
-def _base_parameters(model: Any) -> Iterator[torch.Tensor]:
-    return (parameter for name, parameter in model.named_parameters() if "lora_" not in name)
+def weight_modules(model: Any) -> list[nn.Module]:
+    """Return the modules that have parameters, but the adapters'."""
+    return [module for name, module in model.named_modules() if module._parameters and ".lora_" not in name]
 
 
 def ranks(model: Any) -> tuple[int, ...]:

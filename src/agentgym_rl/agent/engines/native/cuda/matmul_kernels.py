@@ -76,10 +76,14 @@ def _roots(squares, rows, real, num_rows, eps, SIZE: tl.constexpr, PARTS: tl.con
 
 
 @triton.jit
-def add_low_rank(product, inner, adapter_b, columns, inside, RANK: tl.constexpr):
-    """Return product + inner @ B.T for the rows `columns` of B."""
-    b_place = columns[None, :] * RANK + tl.arange(0, RANK)[:, None]
-    b = tl.load(adapter_b + b_place, mask=inside[None, :], other=0.0)
+def rows_of_b(adapter_b, columns, inside, RANK: tl.constexpr):
+    """Return B for some outputs: [RANK, outputs]. Loaded before a loop, it is there when the loop ends."""
+    place = columns[None, :] * RANK + tl.arange(0, RANK)[:, None]
+    return tl.load(adapter_b + place, mask=inside[None, :], other=0.0)
+
+
+@triton.jit
+def add_low_rank(product, inner, b):
     return tl.dot(inner.to(b.dtype), b, product, input_precision="ieee")
 
 
@@ -156,6 +160,44 @@ def finish_head(
 
 
 @triton.jit
+def projection_of(head, HEADS: tl.constexpr, KV_HEADS: tl.constexpr):
+    """Return 0 for a query, 1 for a key and 2 for a value."""
+    return (head >= HEADS).to(tl.int32) + (head >= HEADS + KV_HEADS).to(tl.int32)
+
+
+@triton.jit
+def _products(
+    scaled,
+    weight,
+    adapter_a,
+    rows,
+    real,
+    columns,
+    SIZE: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Return the products of rows with some rows of the weight and, if RANK is not 0, with A."""
+    offs_k = tl.arange(0, BLOCK_K)
+    product = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
+    inner = product
+    if RANK > 0:
+        ranks = tl.arange(0, RANK)
+        inner = tl.zeros([BLOCK_ROWS, RANK], tl.float32)
+    for start in range(0, SIZE, BLOCK_K):
+        k = start + offs_k
+        x = tl.load(scaled + rows[:, None] * SIZE + k[None, :], mask=real[:, None] & (k < SIZE)[None, :], other=0.0)
+        w = tl.load(weight + columns[None, :] * SIZE + k[:, None], mask=(k < SIZE)[:, None], other=0.0)
+        product = tl.dot(x, w, product, input_precision="ieee")
+        if RANK > 0:
+            a = tl.load(adapter_a + ranks[None, :] * SIZE + k[:, None], mask=(k < SIZE)[:, None], other=0.0)
+            inner = tl.dot(x, a, inner, input_precision="ieee")
+    return product, inner
+
+
+@triton.jit
 def qkv_kernel(
     scaled,
     squares,
@@ -196,26 +238,16 @@ def qkv_kernel(
     head = tl.program_id(0)
     rows = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     real = rows < num_rows
-    offs_k = tl.arange(0, BLOCK_K)
     columns = head * HEAD_DIM + tl.arange(0, HEAD_DIM)
-    product = tl.zeros([BLOCK_ROWS, HEAD_DIM], tl.float32)
-    if RANK > 0:
-        # A of q, k and v follow each other.
-        ranks = ((head >= HEADS).to(tl.int32) + (head >= HEADS + KV_HEADS).to(tl.int32)) * RANK + tl.arange(0, RANK)
-        inner = tl.zeros([BLOCK_ROWS, RANK], tl.float32)
     position = tl.load(positions + rows, mask=real, other=0)
-    for start in range(0, SIZE, BLOCK_K):
-        k = start + offs_k
-        x = tl.load(scaled + rows[:, None] * SIZE + k[None, :], mask=real[:, None] & (k < SIZE)[None, :], other=0.0)
-        w = tl.load(weight + columns[None, :] * SIZE + k[:, None], mask=(k < SIZE)[:, None], other=0.0)
-        product = tl.dot(x, w, product, input_precision="ieee")
-        if RANK > 0:
-            a = tl.load(adapter_a + ranks[None, :] * SIZE + k[:, None], mask=(k < SIZE)[:, None], other=0.0)
-            inner = tl.dot(x, a, inner, input_precision="ieee")
+    if RANK > 0:
+        b = rows_of_b(adapter_b, columns, columns >= 0, RANK)
+    a_rows = adapter_a + projection_of(head, HEADS, KV_HEADS) * RANK * SIZE
+    product, inner = _products(scaled, weight, a_rows, rows, real, columns, SIZE, RANK, BLOCK_ROWS, HEAD_DIM, BLOCK_K)
     roots = _roots(squares, rows, real, num_rows, eps, SIZE, PARTS)[:, None]
     product *= roots
     if RANK > 0:
-        product = add_low_rank(product, inner * roots, adapter_b, columns, columns >= 0, RANK)
+        product = add_low_rank(product, inner * roots, b)
     if HAS_BIAS:
         product += tl.load(bias + columns).to(tl.float32)[None, :]
     finish_head(
@@ -271,11 +303,14 @@ def gate_up_kernel(
     rows = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     real = rows < num_rows
     offs_k = tl.arange(0, BLOCK_K)
+    columns = first + tl.arange(0, BLOCK_COLUMNS)
     both = tl.arange(0, 2 * BLOCK_COLUMNS)
     column = first + both % BLOCK_COLUMNS
     weight_row = column + (both // BLOCK_COLUMNS) * INNER
     product = tl.zeros([BLOCK_ROWS, 2 * BLOCK_COLUMNS], tl.float32)
     if RANK > 0:
+        b_gate = rows_of_b(adapter_b, columns, columns < INNER, RANK)
+        b_up = rows_of_b(adapter_b + INNER * RANK, columns, columns < INNER, RANK)
         ranks = tl.arange(0, 2 * RANK)
         inner = tl.zeros([BLOCK_ROWS, 2 * RANK], tl.float32)
     for start in range(0, SIZE, BLOCK_K):
@@ -290,12 +325,10 @@ def gate_up_kernel(
     roots = _roots(squares, rows, real, num_rows, eps, SIZE, PARTS)[:, None]
     product *= roots
     gate, up = tl.split(tl.permute(tl.reshape(product, (BLOCK_ROWS, 2, BLOCK_COLUMNS)), (0, 2, 1)))
-    columns = first + tl.arange(0, BLOCK_COLUMNS)
     if RANK > 0:
         inner *= roots
         of_gate, of_up = tl.split(tl.permute(tl.reshape(inner, (BLOCK_ROWS, 2, RANK)), (0, 2, 1)))
-        gate = add_low_rank(gate, of_gate, adapter_b, columns, columns < INNER, RANK)
-        up = add_low_rank(up, of_up, adapter_b + INNER * RANK, columns, columns < INNER, RANK)
+        gate, up = add_low_rank(gate, of_gate, b_gate), add_low_rank(up, of_up, b_up)
     target = out + rows[:, None] * INNER + columns[None, :]
     mixed = gate * tl.sigmoid(gate) * up
     tl.store(target, mixed.to(out.dtype.element_ty), mask=real[:, None] & (columns < INNER)[None, :])
@@ -331,6 +364,7 @@ def add_product_kernel(
     offs_k = tl.arange(0, BLOCK_K)
     product = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
     if RANK > 0:
+        b = rows_of_b(adapter_b, columns, inside, RANK)
         ranks = tl.arange(0, RANK)
         inner = tl.zeros([BLOCK_ROWS, RANK], tl.float32)
     for start in range(0, INNER, BLOCK_K):
@@ -343,7 +377,7 @@ def add_product_kernel(
             a = tl.load(adapter_a + ranks[None, :] * INNER + k[:, None], mask=(k < INNER)[:, None], other=0.0)
             inner = tl.dot(inputs, a, inner, input_precision="ieee")
     if RANK > 0:
-        product = add_low_rank(product, inner, adapter_b, columns, inside, RANK)
+        product = add_low_rank(product, inner, b)
     if HAS_BIAS:
         product += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
     place = rows[:, None] * SIZE + columns[None, :]
@@ -368,9 +402,10 @@ def block_rows_for(dtype: torch.dtype) -> int:
     return 32 if dtype.itemsize == 4 else 64
 
 
-def _stages(x: torch.Tensor, rows: int, columns: int, block_k: int, most: int = 4) -> int:
-    """Return how many steps of a product are prefetched: as many as fit."""
-    return min(most, max(1, shared_memory(x.device) // ((rows + columns) * block_k * x.dtype.itemsize)))
+def _stages(x: torch.Tensor, rows: int, columns: int, block_k: int, most: int = 4, held: int = 0) -> int:
+    """Return how many steps of a product are prefetched: as many as fit beside `held` numbers of B."""
+    available = shared_memory(x.device) - held * x.dtype.itemsize
+    return min(most, max(1, available // ((rows + columns) * block_k * x.dtype.itemsize)))
 
 
 def _low_rank(adapter: JointAdapter | None, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -461,7 +496,7 @@ def qkv(
         BLOCK_ROWS=block_rows,
         BLOCK_K=block_k,
         num_warps=4,
-        num_stages=_stages(x, block_rows, head_dim + rank, block_k, 4 if head_dim < 256 else 2),
+        num_stages=_stages(x, block_rows, head_dim + rank, block_k, 4 if head_dim < 256 else 2, rank * head_dim),
         **CHAINED,
     )
     return query
@@ -493,7 +528,9 @@ def gate_up(stream: Residual, eps: float, weight: torch.Tensor, adapter: JointAd
         BLOCK_COLUMNS=block_columns,
         BLOCK_K=block_k,
         num_warps=4,
-        num_stages=_stages(stream.scaled, block_rows, 2 * (block_columns + rank), block_k),
+        num_stages=_stages(
+            stream.scaled, block_rows, 2 * (block_columns + rank), block_k, held=2 * rank * block_columns
+        ),
         **CHAINED,
     )
     return out
@@ -531,6 +568,6 @@ def add_product(
         BLOCK_COLUMNS=PARTS_BLOCK,
         BLOCK_K=block_k,
         num_warps=4,
-        num_stages=_stages(x, block_rows, PARTS_BLOCK + rank, block_k),
+        num_stages=_stages(x, block_rows, PARTS_BLOCK + rank, block_k, held=rank * PARTS_BLOCK),
         **CHAINED,
     )
