@@ -5,8 +5,8 @@
     python benchmarks/gpu.py --tiny --out FOLDER        small sizes on a CPU: a smoke test without useful speeds
 
 rollout   256 and 512 concurrent episodes: a prompt of 256 tokens, 8 turns, 64 forced new tokens per turn, observations
-          of 64 tokens. Ours, transformers in lock-step, vLLM in three ways, and the bound by memory bandwidth.
-          (gpu_parts/rollout.py)
+          of 64 tokens. Ours, transformers in lock-step, vLLM in three ways, and the bound by memory bandwidth. --lora R
+          adds ours with adapters of rank R. (gpu_parts/rollout.py)
 learner   an update on 8k and 43k tokens against the plain transformers step and the matrix units' ceiling.
           (gpu_parts/learner.py)
 step      a whole RL step on TextCraft, GRPO on a real chat model, against TRL's GRPOTrainer. Needs --model-folder, a
@@ -75,7 +75,9 @@ def jobs_of(options: argparse.Namespace) -> list[Job]:
         common = ["--model", model, *device, "--peers", *in_process]
         if "rollout" in parts:
             profile = ["--profile", str(options.out / "kernels.txt")] if options.profile else []
-            jobs.append(Job(f"rollout-{model}", "rollout.py", [*common, "--episodes", *episodes, *profile]))
+            adapters = ["--lora", str(options.lora)] if options.lora else []
+            arguments = [*common, "--episodes", *episodes, *adapters, *profile]
+            jobs.append(Job(f"rollout-{model}", "rollout.py", arguments))
             if "vllm" in peers:
                 eager = ["--dtype", "float32", "--eager"] if options.tiny else []
                 batch = ["--model", model, "--config", _config(model), "--episodes", *episodes, *eager]
@@ -208,7 +210,10 @@ def table(lines: list[dict[str, Any]], outcomes: dict[str, dict[str, Any]]) -> s
 def _details(part: str, line: dict[str, Any], runners: dict[str, dict[str, Any]]) -> str:
     if part == "rollout":
         bound = runners.get("bound")
-        return "" if bound is None or line is bound else f"{line['tokens_per_s'] / bound['tokens_per_s']:.0%} of bound"
+        details = [f"{line['share_of_full']:.0%} of the speed without adapters"] if "share_of_full" in line else []
+        if bound is not None and line is not bound:
+            details.append(f"{line['tokens_per_s'] / bound['tokens_per_s']:.0%} of bound")
+        return ", ".join(details)
     if part == "learner":
         return f"{line['share_of_ceiling']:.0%} of ceiling, {line['allocated_gb']:.1f} GB"
     if part == "large":
@@ -245,6 +250,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
     parser.add_argument("--episodes", nargs="+", type=int, default=[256, 512], help="episodes of rollout")
+    parser.add_argument("--lora", type=int, metavar="R", help="also measure rollout with adapters of rank R")
     parser.add_argument("--model-folder", type=Path, help="folder of the chat model of step and run")
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), help="recipes of run")
     parser.add_argument("--large-models", nargs="+", choices=LARGE_MODELS, default=list(LARGE_MODELS))

@@ -2,8 +2,9 @@
 
 Ours uses NativeEngine.generate with one asyncio task per episode, keeps keys and values between turns and returns log-
 probabilities. The time is the wall time of the whole rollout, including the host. The first run of each size compiles
-and captures, and is reported separately. transformers generates one batch in lock-step, with one generate() per turn
-that continues the same cache, and keeps no log-probabilities.
+and captures, and is reported separately. With --lora the same loads are also played with adapters of that rank on every
+projection; `share_of_full` is their speed divided by the speed without. transformers generates one batch in lock-step,
+with one generate() per turn that continues the same cache, and keeps no log-probabilities.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from loads import Load, load_of
 from transformers import DynamicCache
 
 from agentgym_rl.agent.engines.native import NativeEngine
+from agentgym_rl.training.lora import add_adapter
+from agentgym_rl.training.settings import LoraSettings
 from agentgym_rl.types import Sampling
 
 
@@ -145,6 +148,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--episodes", nargs="+", type=int, required=True)
     parser.add_argument("--peers", nargs="*", default=[])
+    parser.add_argument("--lora", type=int, help="also measure adapters of this rank")
     parser.add_argument("--profile", type=Path, help="append kernel times of each load to this file")
     options = parser.parse_args()
     report, device = Report(options.lines), options.device
@@ -152,10 +156,13 @@ def main() -> None:
     report.add("machine", "ceilings", "measured", **limits)
     model = make_model(options.model, device)
     loads = [load_of(episodes, tiny=options.model == "tiny") for episodes in options.episodes]
+    full = {}
     for load in loads:
         case = f"{options.model} x {load.episodes}"
         report.add("rollout", case, "bound", **bounds(model, load, limits))
-        report.add("rollout", case, "ours", **ours(model, load, repeats=3))
+        numbers = ours(model, load, repeats=3)
+        full[load.episodes] = numbers["tokens_per_s"]
+        report.add("rollout", case, "ours", **numbers)
     for load in loads if "transformers" in options.peers else ():
         gc.collect()
         if device == "cuda":
@@ -164,6 +171,13 @@ def main() -> None:
         report.add("rollout", f"{options.model} x {load.episodes}", "transformers", **numbers)
     for load in loads if options.profile and device == "cuda" else ():
         profile(model, load, options.profile)
+    if options.lora:  # last, because adapters stay in the model
+        add_adapter(model, LoraSettings(rank=options.lora, alpha=2.0 * options.lora), 0)
+        for load in loads:
+            numbers = ours(model.eval(), load, repeats=3)
+            share = numbers["tokens_per_s"] / full[load.episodes]
+            case = f"{options.model} x {load.episodes}"
+            report.add("rollout", case, f"lora {options.lora}", share_of_full=share, **numbers)
 
 
 if __name__ == "__main__":

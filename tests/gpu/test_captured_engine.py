@@ -484,7 +484,142 @@ async def test_failures_name_themselves_and_leave_the_engine_usable() -> None:
         await under_way
 
 
-async def test_adapters_run_module_by_module_and_say_so() -> None:
+ALL_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def add_adapters(model: Any, rank: int, targets: tuple[str, ...] = ALL_PROJECTIONS, name: str = "default") -> Any:
+    """Add adapters that change every output, in float32 as the learner's. peft's own start with B = 0."""
+    peft = pytest.importorskip("peft")
+    model.add_adapter(peft.LoraConfig(r=rank, lora_alpha=rank, target_modules=list(targets)), name)
+    with torch.no_grad(), torch.random.fork_rng(devices=[0]):
+        torch.manual_seed(rank)
+        for key, parameter in model.named_parameters():
+            if f".{name}." in key:
+                parameter.data = torch.randn_like(parameter, dtype=torch.float32) * 0.3 * parameter.shape[1] ** -0.5
+    return model.eval()
+
+
+async def replies(engine: NativeEngine, prompts: list[list[int]], num_new: int) -> list[Completion]:
+    return await asyncio.gather(
+        *(engine.generate(ids, Sampling(num_new, seed=i), f"{num_new}/{i}") for i, ids in enumerate(prompts))
+    )
+
+
+@pytest.mark.parametrize("targets", [ALL_PROJECTIONS, ("q_proj", "v_proj")], ids=["all", "query and value"])
+@pytest.mark.parametrize("rank", [4, 16, 64, 128])
+@pytest.mark.parametrize("kind", ["llama-gqa-tied", "qwen3", "llama-wide", "qwen3-wide"])
+async def test_adapters_are_captured_and_agree_with_peft(kind: str, rank: int, targets: tuple[str, ...]) -> None:
+    model = add_adapters(make_model(kind), rank, targets)
+    engine = make_engine(model, max_sessions=80)
+    for prompts in ([prompt(40)], [prompt(1 + 5 * i, i) for i in range(70)]):
+        for turn in range(2):
+            done = await replies(engine, prompts, 9)
+            assert max(gaps(model, i, c).max() for i, c in zip(prompts, done, strict=True)) < 1e-4
+            prompts = [i + c.token_ids + prompt(6, turn) for i, c in zip(prompts, done, strict=True)]
+    runner: Any = engine._runner
+    assert runner.captures >= 2
+
+
+@pytest.mark.parametrize("kind", ["llama-gqa-tied", "qwen3", "qwen2-wide"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+async def test_adapters_in_half_precision_are_as_close_as_the_model_without(kind: str, dtype: torch.dtype) -> None:
+    model = make_model(kind, dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "proj" in name or "lm_head" in name:
+                parameter.mul_(0.3)  # as in the test without adapters
+    add_adapters(model, 16)
+    prompts = [prompt(30 + 11 * i, i) for i in range(48)]
+    engine = make_engine(model, max_sessions=64)
+
+    def mean_gap(completions: list[Completion]) -> float:
+        return float(torch.cat([gaps(model, i, c) for i, c in zip(prompts, completions, strict=True)]).mean())
+
+    adapted = await replies(engine, prompts, 32)
+    with_adapters = mean_gap(adapted)
+    model.disable_adapters()
+    await engine.update_weights(None, 1)
+    without = mean_gap(await replies(engine, prompts, 32))
+    assert with_adapters < 2 * without + 1e-3, (with_adapters, without)
+    assert mean_gap(adapted) > 5 * with_adapters, "the adapters change too little to be tested"
+
+
+@pytest.mark.parametrize("kind", ["llama-gqa-tied", "qwen2-wide"])
+async def test_adapters_that_were_updated_need_no_new_capture(kind: str) -> None:
+    model = add_adapters(make_model(kind), 16)
+    engine = make_engine(model)
+    runner: Any = engine._runner
+    ids = prompt(50)
+    await engine.generate(ids, Sampling(12, temperature=0), "a")
+    captures = runner.captures
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
+    for version in range(1, 3):
+        before = await engine.generate(ids, Sampling(12, temperature=0), "b")
+        model.train()
+        model(torch.tensor([ids], device="cuda"), labels=torch.tensor([ids], device="cuda")).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        assert gaps(model, ids, before).max() > 1e-2
+        await engine.update_weights(None, version)
+        completion = await engine.generate(ids, Sampling(12, temperature=0), "a")
+        assert completion.token_ids == greedy(model, ids, 12)
+        assert gaps(model, ids, completion).max() < 1e-4
+    assert runner.captures == captures
+
+
+@pytest.mark.parametrize("kind", ["llama-gqa-tied", "qwen2-wide"])
+async def test_adapters_that_are_switched_need_no_new_capture(kind: str) -> None:
+    model = add_adapters(make_model(kind), 8)
+    add_adapters(model, 16, ("q_proj", "o_proj", "up_proj"), "other")
+    engine = make_engine(model)
+    runner: Any = engine._runner
+    ids, found, captures = prompt(50), [], 0
+    for version, names in enumerate((["default"], ["other"], [], ["default"], ["default", "other"]), 1):
+        if names:
+            model.enable_adapters()
+            model.set_adapter(names)
+        else:
+            model.disable_adapters()
+        await engine.update_weights(None, version)
+        found.append(await engine.generate(ids, Sampling(12, seed=1), "a"))
+        assert gaps(model, ids, found[-1]).max() < 1e-4, names
+        captures = captures or runner.captures
+        assert runner.captures == captures or len(names) == 2
+    assert len({tuple(completion.logprobs) for completion in found[:3]}) == 3
+
+
+@pytest.mark.parametrize("kind", ["llama-gqa-tied", "qwen2-wide"])
+async def test_roles_share_frozen_weights_and_play_at_once(kind: str) -> None:
+    from agentgym_rl.training.lora import copy_with_own_adapters
+
+    base = add_adapters(make_model(kind), 16)
+    models = [base, *(copy_with_own_adapters(base) for _ in range(2))]
+    with torch.no_grad():
+        for seed, model in enumerate(models):
+            torch.manual_seed(seed)
+            for name, parameter in model.named_parameters():
+                if "lora_" in name:
+                    parameter.normal_(std=0.3 * parameter.shape[1] ** -0.5)
+    torch.cuda.synchronize()
+    engines = [make_engine(model, max_sessions=8) for model in models]
+
+    async def play_role(engine: NativeEngine, model: Any, seed: int) -> float:
+        ids, largest = prompt(20, seed), 0.0
+        for turn in range(6):
+            completion = await engine.generate(ids, Sampling(30, seed=turn), str(seed))
+            largest = max(largest, float(gaps(model, ids, completion).max()))
+            ids = ids + completion.token_ids + prompt(5, turn)
+        return largest
+
+    pairs = list(zip(engines, models, strict=True))
+    found = await asyncio.gather(*(play_role(*pair, seed) for pair in pairs for seed in range(4)))
+    assert max(found) < 1e-4, found
+    weights = {model.model.layers[1].mlp.down_proj.base_layer.weight.data_ptr() for model in models}
+    assert len(weights) == 1
+
+
+async def test_adapters_around_a_model_are_captured() -> None:
     peft = pytest.importorskip("peft")
     model = make_model("llama-gqa-tied")
     wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
@@ -492,7 +627,22 @@ async def test_adapters_run_module_by_module_and_say_so() -> None:
         for name, parameter in wrapped.named_parameters():
             if "lora_" in name:
                 parameter.normal_(0, 0.05)
-    with pytest.warns(UserWarning, match="module by module"):
+    wrapped.eval()
+    ids = prompt(40)
+    completion = await make_engine(wrapped).generate(ids, Sampling(12, temperature=0), "a")
+    assert completion.token_ids == greedy(wrapped, ids, 12)
+    assert gaps(wrapped, ids, completion).max() < 1e-4
+
+
+async def test_other_adapters_run_module_by_module_and_say_so() -> None:
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], use_dora=True)
+    wrapped = peft.get_peft_model(make_model("llama-gqa-tied"), settings)
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_A" in name or "lora_B" in name:
+                parameter.normal_(0, 0.05)
+    with pytest.warns(UserWarning, match=r"DoRA.*module by module"):
         engine = NativeEngine(wrapped)
     wrapped.eval()
     ids = prompt(40)

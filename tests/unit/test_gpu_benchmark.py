@@ -46,6 +46,25 @@ def test_ratios_are_ours_over_each_peer_of_the_same_case(gpu: ModuleType) -> Non
     assert rows[-1] == "rollout-a: timed out after 9 s, 9 s"
 
 
+def test_adapters_are_compared_with_the_rollout_without(gpu: ModuleType) -> None:
+    options = {"parts": ["rollout"], "peers": [], "tiny": True, "profile": False, "out": Path("out")}
+    (job,) = gpu.jobs_of(argparse.Namespace(**options, lora=16))
+    assert job.arguments[-2:] == ["--lora", "16"]
+    (job,) = gpu.jobs_of(argparse.Namespace(**options, lora=None))
+    assert "--lora" not in job.arguments
+    lines = [
+        {"part": "rollout", "case": "a x 4", "who": "ours", "tokens_per_s": 1000.0},
+        {"part": "rollout", "case": "a x 4", "who": "lora 16", "tokens_per_s": 800.0, "share_of_full": 0.8},
+    ]
+    row = gpu.table(lines, {}).splitlines()[-1]
+    assert [cell.strip() for cell in row.split("|")[3:7]] == [
+        "lora 16",
+        "800.0 tokens/s",
+        "1.25",
+        "80% of the speed without adapters",
+    ]
+
+
 def test_a_failed_measurement_keeps_its_results(
     gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

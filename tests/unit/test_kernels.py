@@ -1,4 +1,5 @@
-"""CUDA kernels in Triton's interpreter, for machines without CUDA. See kernels_interpreted.py."""
+"""CUDA kernels in Triton's interpreter, for machines without CUDA. See kernels_interpreted.py and
+adapters_interpreted.py."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import pytest
 
 pytest.importorskip("triton", reason="there is none for this system")
 
-SCRIPT = Path(__file__).parents[1] / "kernels_interpreted.py"
+SCRIPTS = Path(__file__).parents[1]
 QUICK = ("short_reply", "logits")
 LONG = [
     ("llama",),
@@ -21,12 +22,35 @@ LONG = [
     ("bucketed", "moved_weights"),
     ("guessed_replies",),
 ]
-CHECKS = [QUICK, *(pytest.param(names, marks=[pytest.mark.long, pytest.mark.timeout(1200)]) for names in LONG)]
+QUICK_ADAPTERS = ("wrapped",)
+LONG_ADAPTERS = [
+    ("adapters_of_rank_4", "roles"),
+    ("adapters_of_rank_16", "adapters_that_change"),
+    ("adapters_of_rank_64", "adapters_of_some"),
+    ("adapters_of_wide_models",),
+]
 
 
-@pytest.mark.parametrize("names", CHECKS, ids=[" ".join(names) for names in (QUICK, *LONG)])
+def checks(quick: tuple[str, ...], long: list[tuple[str, ...]]) -> pytest.MarkDecorator:
+    marks = [pytest.mark.long, pytest.mark.timeout(1200)]
+    cases = [pytest.param(quick, id=" ".join(quick))]
+    cases += [pytest.param(names, id=" ".join(names), marks=marks) for names in long]
+    return pytest.mark.parametrize("names", cases)
+
+
+@checks(QUICK, LONG)
 def test_interpreted(names: tuple[str, ...]) -> None:
-    command = [sys.executable, str(SCRIPT), *names]
+    interpret("kernels_interpreted.py", names)
+
+
+@checks(QUICK_ADAPTERS, LONG_ADAPTERS)
+def test_interpreted_adapters(names: tuple[str, ...]) -> None:
+    pytest.importorskip("peft")
+    interpret("adapters_interpreted.py", names)
+
+
+def interpret(script: str, names: tuple[str, ...]) -> None:
+    command = [sys.executable, str(SCRIPTS / script), *names]
     ran = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-4000:]
     assert ran.stdout.splitlines() == [f"{name}: good" for name in names]

@@ -80,11 +80,13 @@ class StepwiseRunner:
         self.longest_launch = 0
         self.most_unread = 0
         self._unread: list[DoneLaunch] = []
+        self.refreshes: list[bool] = []
+        """Whether weights were updated before each refresh."""
         self.joins = 0
         """Times that rows joined others while a launch was not read."""
 
-    def refresh(self) -> None:
-        pass
+    def refresh(self, *, updated: bool) -> None:
+        self.refreshes.append(updated)
 
     def fits(self, length: int) -> bool:
         return length <= self._room
@@ -237,7 +239,7 @@ async def test_nothing_is_prefilled_with_outdated_weights(monkeypatch: pytest.Mo
     runner: Any = engine._runner
     prefill, is_old, prefills = runner.prefill, False, []
 
-    def looked_again() -> None:
+    def looked_again(*, updated: bool) -> None:
         nonlocal is_old
         is_old = False
 
@@ -282,6 +284,16 @@ async def test_an_update_during_a_reply_computes_its_keys_again() -> None:
     assert 10 <= change < 60
     assert torch.allclose(got[change:], new[change:], atol=1e-4)
     assert completion.version == 0
+
+
+async def test_a_runner_is_told_of_every_update_once() -> None:
+    engine = launching(make_model())
+    for version in (0, 0, 1, 1, 2):
+        if version > engine.version:
+            await engine.update_weights(None, version)
+        await engine.generate(prompt(5), Sampling(2, seed=1), "a")
+    runner: Any = engine._runner
+    assert runner.refreshes == [False, False, True, False, True]
 
 
 async def test_cancelled_and_failed_rows_do_not_affect_the_others() -> None:

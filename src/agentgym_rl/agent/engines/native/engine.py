@@ -356,7 +356,7 @@ class NativeEngine:
             return
         runner = cast(LaunchRunner, self._runner)
         if not self._flights:
-            runner.refresh()
+            runner.refresh(updated=self._updates != self._rows_updates)
             runner.reserve(max(request.limit for request in self._running))
             self._rows, self._rows_updates = [], self._updates
         known = set(self._rows)

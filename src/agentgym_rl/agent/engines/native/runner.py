@@ -73,8 +73,8 @@ class Launch(Protocol):
 
 
 class LaunchRunner(Protocol):
-    def refresh(self) -> None:
-        """Adapt to weights that moved to other addresses."""
+    def refresh(self, *, updated: bool) -> None:
+        """Adapt to weights that moved to other addresses, and if `updated` to those that changed in place."""
 
     def reserve(self, length: int) -> None:
         """Reserve cache for sequences of `length` tokens."""

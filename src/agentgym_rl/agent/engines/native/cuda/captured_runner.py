@@ -15,10 +15,10 @@ import torch
 from agentgym_rl.agent.engines.native.cache import SlotCache
 from agentgym_rl.agent.engines.native.cuda.attention_kernels import copy_slots, queries_per_block
 from agentgym_rl.agent.engines.native.cuda.forward_passes import NARROW, CapturedModel
-from agentgym_rl.agent.engines.native.cuda.joint_weights import addresses, why_not_captured
+from agentgym_rl.agent.engines.native.cuda.joint_weights import addresses, weight_modules, why_not_captured
 from agentgym_rl.agent.engines.native.cuda.packing import BLOCK_FIELDS, TOKEN_FIELDS, as_packed, pack
 from agentgym_rl.agent.engines.native.cuda.sample_kernels import Picks, RowState
-from agentgym_rl.agent.engines.native.decoder import share_prompts
+from agentgym_rl.agent.engines.native.decoder import share_prompts, unwrap
 from agentgym_rl.agent.engines.native.runner import MAX_STOPS, DecodeRow, Row
 from agentgym_rl.common.cuda_graphs import capture
 from agentgym_rl.errors import EngineError
@@ -71,7 +71,8 @@ class CapturedRunner:
     """Runs the models that `why_not_captured` allows."""
 
     def __init__(self, model: Any, *, max_slots: int, max_length: int) -> None:
-        self._model = model
+        self._wrapped, self._model = model, unwrap(model)
+        model = self._model
         parameter = model.model.embed_tokens.weight
         self._device, dtype = parameter.device, parameter.dtype
         self._on_cuda = self._device.type == "cuda"
@@ -90,6 +91,10 @@ class CapturedRunner:
         self._pool: Any = None
         self._stream = torch.cuda.Stream(self._device) if self._on_cuda else None
         self._addresses: tuple[int, ...] = ()
+        self._weight_modules: list[torch.nn.Module] | None = None
+        """Modules with those weights. None without adapters: then all modules are looked up, so that new ones count."""
+        self._active: list[list[str]] = []
+        """Adapters that captured steps add."""
         self._captured: CapturedModel
         self._prefill_sizes = NARROW_PREFILL_SIZES if config.hidden_size <= NARROW else PREFILL_SIZES
         self._max_rows = bucket_for(max_slots)
@@ -105,17 +110,30 @@ class CapturedRunner:
         self.captures = 0
 
     @torch.no_grad()
-    def refresh(self) -> None:
-        """Drop captured steps if a weight has moved, because they are valid only for its address."""
-        if addresses(self._model) != self._addresses:
-            self._drop_graphs()
-            reason = why_not_captured(self._model)
-            if reason is not None:
-                raise EngineError(f"The model has changed and {reason}: make another engine.")
-            self._captured = CapturedModel(self._model, self.cache)
-            self._addresses = addresses(self._model)
-            if self.cache.spare_position > 0:
-                self._captured.refresh_rotary()
+    def refresh(self, *, updated: bool = False) -> None:
+        """Drop captured steps if a weight has moved, because they are valid only for its address. Copy adapters if they
+        were updated or others are active."""
+        if addresses(self._weight_modules or self._model.modules()) != self._addresses:
+            self._build()
+        active = self._captured.active_adapters()
+        if not updated and active == self._active:
+            return
+        if not self._captured.fits_adapters():
+            self._build()
+        self._captured.load_adapters()
+        self._active = active
+
+    def _build(self) -> None:
+        self._drop_graphs()
+        reason = why_not_captured(self._wrapped)
+        if reason is not None:
+            raise EngineError(f"The model has changed and {reason}: make another engine.")
+        self._captured = CapturedModel(self._model, self.cache)
+        self._active = []
+        self._weight_modules = weight_modules(self._model) if self._captured.active_adapters() else None
+        self._addresses = addresses(self._weight_modules or self._model.modules())
+        if self.cache.spare_position > 0:
+            self._captured.refresh_rotary()
 
     @torch.no_grad()
     def reserve(self, length: int) -> None:
@@ -139,6 +157,7 @@ class CapturedRunner:
         rows = [row for row in rows if row.start < len(row.token_ids) - 1]
         if not rows:
             return 0
+        self._captured.hold_rooms()
         leaders, leader_of = share_prompts(rows)
         passes = pack(leaders, PREFILL_TOKENS, self._block_tokens)
         arrays = self._upload([part.ravel() for each in passes for part in (each.tokens, each.blocks)])
@@ -208,6 +227,7 @@ class CapturedRunner:
     def launch(self, steps: int) -> CapturedLaunch:
         """Start steps for the rows of `arrange`. Two launches may run at once."""
         step = self._step(bucket_for(len(self._uses_top_p)), any(self._uses_top_p))
+        self._captured.hold_rooms()
         self._outputs[2 * MAX_TOKENS].zero_()
         for _ in range(steps):
             step()

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 
 from agentgym_rl.agent.engines.native.cache import SlotCache
+from agentgym_rl.agent.engines.native.cuda.adapter_kernels import adapted_heads, adapted_silu, add_adapted
+from agentgym_rl.agent.engines.native.cuda.adapters import JointAdapter, hold_rooms
 from agentgym_rl.agent.engines.native.cuda.attention_kernels import decode_attention, prefill_attention
 from agentgym_rl.agent.engines.native.cuda.drafts import accept, draft, drafted_picks
-from agentgym_rl.agent.engines.native.cuda.joint_weights import LayerWeights, layer_weights
+from agentgym_rl.agent.engines.native.cuda.joint_weights import LayerWeights, layer_weights, ranks
 from agentgym_rl.agent.engines.native.cuda.layers import rms_norm, rope_and_store, silu_times
 from agentgym_rl.agent.engines.native.cuda.matmul_kernels import add_product, embed, gate_up, qkv
 from agentgym_rl.agent.engines.native.cuda.packing import Packed
@@ -20,6 +22,8 @@ from agentgym_rl.agent.engines.native.cuda.sample_kernels import Picks, RowState
 
 NARROW = 1024
 """Models up to this hidden size decode with the fused products only; for wider ones the library's are faster."""
+NARROW_RANK = 64
+"""Adapters of a higher rank are decoded with the library's products: the fused ones would need more registers."""
 
 
 class CapturedModel:
@@ -33,8 +37,11 @@ class CapturedModel:
         self._norm = (decoder.norm.weight.data, decoder.norm.variance_epsilon)
         self._layers: list[LayerWeights] = [layer_weights(layer) for layer in decoder.layers]
         self._scaling = decoder.layers[0].self_attn.scaling
+        self._ranks = ranks(model)
+        self._adapters = [adapter for layer in self._layers for adapter in layer.adapters]
         # The fused products read rows before normalization, whose range float16 cannot hold.
         self._narrow = self._embedding.shape[1] <= NARROW and self._embedding.dtype != torch.float16
+        self._narrow &= all(adapter.rank <= NARROW_RANK for adapter in self._adapters)
         device = self._embedding.device
         self._num_processors = 8  # an interpreter has none, and is faster with few programs
         if device.type == "cuda":
@@ -45,6 +52,24 @@ class CapturedModel:
     def num_positions(self) -> int:
         """Positions for which there are rotary angles."""
         return len(self._cos)
+
+    def active_adapters(self) -> list[list[str]]:
+        """Return the names of the active adapters of the first joint matrix with some: peft switches all at once. Empty
+        only without adapters."""
+        return self._adapters[0].active() if self._adapters else []
+
+    def fits_adapters(self) -> bool:
+        """Return whether the buffers can hold the present adapters of the model."""
+        return not self._adapters or ranks(self._model) == self._ranks
+
+    def load_adapters(self) -> None:
+        """Copy the present adapters of the model, without which captured steps would use earlier ones."""
+        for adapter in self._adapters:
+            adapter.load()
+
+    def hold_rooms(self) -> None:
+        """Call before steps: another engine may have copied its adapters to the rows of the joint matrices."""
+        hold_rooms(self._adapters)
 
     def refresh_rotary(self) -> None:
         """Compute the angles of every cache position with the model's own module: [L, D / 2] each."""
@@ -98,13 +123,14 @@ class CapturedModel:
                 state.slot,
                 state.position,
                 state.done,
+                layer.qkv_adapter,
             )
             mixed = self._attend(index, query, state, width)
-            add_product(stream, mixed, layer.out, layer.out_bias, layer.post_norm[0])
-            inner = gate_up(stream, layer.post_norm[1], layer.gate_up)
+            add_product(stream, mixed, layer.out, layer.out_bias, layer.post_norm[0], layer.out_adapter)
+            inner = gate_up(stream, layer.post_norm[1], layer.gate_up, layer.gate_up_adapter)
             last = index + 1 == len(self._layers)
             next_norm = self._norm[0] if last else self._layers[index + 1].input_norm[0]
-            add_product(stream, inner, layer.down, None, next_norm)
+            add_product(stream, inner, layer.down, None, next_norm, layer.down_adapter)
         return stream.hidden
 
     def _wide_layers(self, state: RowState, width: int) -> torch.Tensor:
@@ -137,17 +163,38 @@ class CapturedModel:
         positions: torch.Tensor,
         done: torch.Tensor | None,
     ) -> torch.Tensor:
-        projected = _product(rms_norm(hidden, *layer.input_norm), layer.qkv, layer.qkv_bias)
+        normal = rms_norm(hidden, *layer.input_norm)
         keys, values = self._cache.keys[index], self._cache.values[index]
-        return rope_and_store(projected, keys, values, layer.head_norms, self._cos, self._sin, slots, positions, done)
+        write = (keys, values, layer.head_norms, self._cos, self._sin, slots, positions, done)
+        if layer.qkv_adapter is not None:
+            projected = _product(normal, layer.qkv_adapter.joint, None)
+            return adapted_heads(projected, layer.qkv_adapter.b, layer.qkv_bias, *write)
+        return rope_and_store(_product(normal, layer.qkv, layer.qkv_bias), *write)
 
     def _finish_layer(self, layer: LayerWeights, hidden: torch.Tensor, mixed: torch.Tensor) -> None:
         """Compute the layer after attention. The residual sums are part of the products."""
-        torch.addmm(hidden, mixed, layer.out.t(), out=hidden)
-        if layer.out_bias is not None:
-            hidden += layer.out_bias
-        inner = silu_times(_product(rms_norm(hidden, *layer.post_norm), layer.gate_up, None))
-        torch.addmm(hidden, inner, layer.down.t(), out=hidden)
+        _add_product(hidden, mixed, layer.out, layer.out_bias, layer.out_adapter)
+        normal = rms_norm(hidden, *layer.post_norm)
+        if layer.gate_up_adapter is not None:
+            inner = adapted_silu(_product(normal, layer.gate_up_adapter.joint, None), layer.gate_up_adapter.b)
+        else:
+            inner = silu_times(_product(normal, layer.gate_up, None))
+        _add_product(hidden, inner, layer.down, None, layer.down_adapter)
+
+
+def _add_product(
+    hidden: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    adapter: JointAdapter | None,
+) -> None:
+    if adapter is not None:
+        add_adapted(hidden, _product(x, adapter.joint, None), adapter.b, bias)
+        return
+    torch.addmm(hidden, x, weight.t(), out=hidden)
+    if bias is not None:
+        hidden += bias
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
