@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 peft = pytest.importorskip("peft")
 
-from agentgym_rl.agent.engines.native.cuda.adapters import JointAdapter, hold_rooms  # noqa: E402
+from agentgym_rl.agent.engines.native.cuda.adapters import JointAdapter, write_adapter_rows  # noqa: E402
 from agentgym_rl.agent.engines.native.cuda.joint_weights import (  # noqa: E402
     addresses,
     joint_adapter,
@@ -57,7 +57,7 @@ def add(model: Any, name: str, **settings: Any) -> None:
 
 def product(adapter: JointAdapter, x: torch.Tensor) -> list[torch.Tensor]:
     """Return what the kernels compute: x times the joint matrix, then the part of each projection times its B."""
-    hold_rooms([adapter])
+    write_adapter_rows([adapter])
     both = x @ adapter.joint.t()
     outputs, inner = both[:, : len(adapter.b)], both[:, len(adapter.b) :]
     sizes = [len(each.base_layer.weight) for each in adapter._projections]

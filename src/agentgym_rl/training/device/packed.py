@@ -141,7 +141,7 @@ def _layer(
     heads = (-1, attention.head_dim)
     x = _normalise(layer.input_layernorm, hidden_TH)
     key, value = (project(x).unflatten(-1, heads) for project in (attention.k_proj, attention.v_proj))
-    angles = cos, signed_sin
+    angles = [cos, signed_sin]
     if queries is not None:
         hidden_TH, x, *angles = (rows.index_select(0, queries.rows_R) for rows in (hidden_TH, x, cos, signed_sin))
     query = attention.q_proj(x).unflatten(-1, heads)

@@ -24,25 +24,25 @@ MIN_RANK, MAX_RANK = 16, 128
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class Room:
+class ExtendedMatrix:
     """A joint matrix with rows for adapters. Engines of models that share frozen weights share it."""
 
     matrix: torch.Tensor
     """[N + rows for adapters, C]."""
-    held: torch.Tensor | None = None
+    written: torch.Tensor | None = None
     """The A matrices whose copy is in its rows."""
 
 
 class JointAdapter:
     """The adapters of one joint matrix, in buffers that captured steps read."""
 
-    def __init__(self, projections: Sequence[Any], room: Room, rank: int) -> None:
-        self._projections, self._room = projections, room
+    def __init__(self, projections: Sequence[Any], extended: ExtendedMatrix, rank: int) -> None:
+        self._projections, self._extended = projections, extended
         num_outputs = sum(len(base_layer(each).weight) for each in projections)
         end = num_outputs + len(projections) * rank
-        self.joint = room.matrix[:end]
-        """[N + G R, C]: the weights and, as long as this adapter holds the room, its A matrices."""
-        self.a = room.matrix[num_outputs:end]
+        self.joint = extended.matrix[:end]
+        """[N + G R, C]: the weights and, if they were written last, the A matrices of this adapter."""
+        self.a = extended.matrix[num_outputs:end]
         """[G R, C]."""
         self.b = self.joint.new_zeros((num_outputs, rank))
         """[N, R], times the scale. The rows of a projection belong to its own R columns of a product with A."""
@@ -71,19 +71,19 @@ class JointAdapter:
                 self.b[output : output + num_outputs, place : place + len(a)] = b * projection.scaling[name]
                 place += len(a)
             output += num_outputs
-        self._room.held = None
+        self._extended.written = None
 
 
-def hold_rooms(adapters: Sequence[JointAdapter]) -> None:
-    """Copy A matrices to their rooms, unless they are there. Call it before steps: another engine may use the rooms.
+def write_adapter_rows(adapters: Sequence[JointAdapter]) -> None:
+    """Copy A matrices to their rows, unless they are there. Call it before steps: another engine may use the rows.
 
     Steps of all engines run in the order of one stream, so those that were started are not affected.
     """
-    missing = [each for each in adapters if each._room.held is not each.own_a]
+    missing = [each for each in adapters if each._extended.written is not each.own_a]
     if missing:
         torch._foreach_copy_([each.a for each in missing], [each.own_a for each in missing])
     for each in missing:
-        each._room.held = each.own_a
+        each._extended.written = each.own_a
 
 
 def is_lora(module: Any) -> bool:

@@ -157,7 +157,7 @@ class CapturedRunner:
         rows = [row for row in rows if row.start < len(row.token_ids) - 1]
         if not rows:
             return 0
-        self._captured.hold_rooms()
+        self._captured.write_adapter_rows()
         leaders, leader_of = share_prompts(rows)
         passes = pack(leaders, PREFILL_TOKENS, self._block_tokens)
         arrays = self._upload([part.ravel() for each in passes for part in (each.tokens, each.blocks)])
@@ -227,7 +227,7 @@ class CapturedRunner:
     def launch(self, steps: int) -> CapturedLaunch:
         """Start steps for the rows of `arrange`. Two launches may run at once."""
         step = self._step(bucket_for(len(self._uses_top_p)), any(self._uses_top_p))
-        self._captured.hold_rooms()
+        self._captured.write_adapter_rows()
         self._outputs[2 * MAX_TOKENS].zero_()
         for _ in range(steps):
             step()

@@ -11,7 +11,7 @@ import torch
 
 from agentgym_rl.agent.engines.native.cache import SlotCache
 from agentgym_rl.agent.engines.native.cuda.adapter_kernels import adapted_heads, adapted_silu, add_adapted
-from agentgym_rl.agent.engines.native.cuda.adapters import JointAdapter, hold_rooms
+from agentgym_rl.agent.engines.native.cuda.adapters import JointAdapter, write_adapter_rows
 from agentgym_rl.agent.engines.native.cuda.attention_kernels import decode_attention, prefill_attention
 from agentgym_rl.agent.engines.native.cuda.drafts import accept, draft, drafted_picks
 from agentgym_rl.agent.engines.native.cuda.joint_weights import LayerWeights, layer_weights, ranks
@@ -67,9 +67,9 @@ class CapturedModel:
         for adapter in self._adapters:
             adapter.load()
 
-    def hold_rooms(self) -> None:
+    def write_adapter_rows(self) -> None:
         """Call before steps: another engine may have copied its adapters to the rows of the joint matrices."""
-        hold_rooms(self._adapters)
+        write_adapter_rows(self._adapters)
 
     def refresh_rotary(self) -> None:
         """Compute the angles of every cache position with the model's own module: [L, D / 2] each."""

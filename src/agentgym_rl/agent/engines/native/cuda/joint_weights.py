@@ -15,7 +15,13 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
-from agentgym_rl.agent.engines.native.cuda.adapters import JointAdapter, Room, base_layer, padded_rank, why_not_adapted
+from agentgym_rl.agent.engines.native.cuda.adapters import (
+    ExtendedMatrix,
+    JointAdapter,
+    base_layer,
+    padded_rank,
+    why_not_adapted,
+)
 from agentgym_rl.agent.engines.native.decoder import unwrap
 from agentgym_rl.common.decoders import RMS_NORMS
 
@@ -23,7 +29,7 @@ HEAD_DIMS = (32, 64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDE_HEADS_BYTES = 160 << 10
 """Maximum shared memory of attention over heads of 256. Narrower heads fit every device."""
-_ROOMS: WeakValueDictionary[int, Room] = WeakValueDictionary()
+_MATRICES: WeakValueDictionary[int, ExtendedMatrix] = WeakValueDictionary()
 """Joint matrices with rows for adapters, by address."""
 
 
@@ -117,13 +123,13 @@ def join(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
     return _moved(parameters, 0)
 
 
-def join_with_room(parameters: Sequence[torch.Tensor], spare: int) -> Room:
+def join_with_rows(parameters: Sequence[torch.Tensor], spare: int) -> ExtendedMatrix:
     """Join parameters in a matrix with at least `spare` further rows, which may be another engine's."""
-    room = _ROOMS.get(parameters[0].data_ptr())
-    if room is None or not _are_adjacent(parameters) or len(room.matrix) < sum(map(len, parameters)) + spare:
-        room = Room(_moved(parameters, spare))
-        _ROOMS[room.matrix.data_ptr()] = room
-    return room
+    extended = _MATRICES.get(parameters[0].data_ptr())
+    if extended is None or not _are_adjacent(parameters) or len(extended.matrix) < sum(map(len, parameters)) + spare:
+        extended = ExtendedMatrix(_moved(parameters, spare))
+        _MATRICES[extended.matrix.data_ptr()] = extended
+    return extended
 
 
 def _are_adjacent(parameters: Sequence[torch.Tensor]) -> bool:
@@ -153,11 +159,11 @@ def _moved(parameters: Sequence[torch.Tensor], spare: int) -> torch.Tensor:
 
 
 def joint_adapter(modules: Sequence[Any]) -> JointAdapter | None:
-    """Return the adapters of modules that share a product, or None. Moves their weights to a matrix with room."""
+    """Return the adapters of modules that share a product, or None. Moves their weights to an extended matrix."""
     rank = max(map(padded_rank, modules))
     if rank == 0:
         return None
-    return JointAdapter(modules, join_with_room([base_layer(m).weight for m in modules], len(modules) * rank), rank)
+    return JointAdapter(modules, join_with_rows([base_layer(m).weight for m in modules], len(modules) * rank), rank)
 
 
 def layer_weights(layer: Any) -> LayerWeights:
