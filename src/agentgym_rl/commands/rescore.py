@@ -56,7 +56,7 @@ async def rescore(
     cache = run / CACHE_NAME
     if fresh:
         cache.unlink(missing_ok=True)
-    rewards = make_rewards(config.rewards, config.judge, run)
+    rewards = make_rewards(config.rewards, config.judge, cache)
     assert rewards is not None
     before = {id(t): t.training_reward for _, group in groups for t in group.trajectories}
     answered = rewards.judge.calls if rewards.judge is not None else 0

@@ -24,12 +24,12 @@ SCORED_TOKENS = 16384
 """Tokens of a pass of a reward model."""
 
 
-def make_rewards(rewards: tuple[RewardSettings, ...], judge: JudgeSettings | None, root: Path) -> Rewards | None:
-    """Return a recipe's sources of rewards, or None if it has none. Answers of the judge are kept in `root`."""
+def make_rewards(rewards: tuple[RewardSettings, ...], judge: JudgeSettings | None, cache: Path) -> Rewards | None:
+    """Return a recipe's sources of rewards, or None if it has none. `cache` is the file of the judge's answers."""
     if not rewards:
         return None
     scorers = {reward.source: make_scorer(reward) for reward in rewards if reward.kind == "reward_model"}
-    return Rewards(rewards, None if judge is None else make_judge(judge, root / CACHE_NAME), scorers)
+    return Rewards(rewards, None if judge is None else make_judge(judge, cache), scorers)
 
 
 def make_scorer(settings: RewardSettings) -> Scorer:

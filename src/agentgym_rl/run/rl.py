@@ -9,7 +9,7 @@ from agentgym_rl.rewards.rewards import Rewards
 from agentgym_rl.run.backend import Backend
 from agentgym_rl.run.collectors import limits_of
 from agentgym_rl.run.context import RunContext
-from agentgym_rl.run.judging import make_rewards
+from agentgym_rl.run.judging import CACHE_NAME, make_rewards
 from agentgym_rl.run.log import horizon_stages
 from agentgym_rl.run.run import Run
 from agentgym_rl.run.stopping import last_checkpoint, try_checkpoint
@@ -52,7 +52,7 @@ class RLRun(Run):
             f"{config.rl.algorithm} with a {config.horizon.kind} horizon, {budget}{total} steps",
         )
         backend = self.backend
-        self.rewards = make_rewards(config.rewards, config.judge, self.log.root)
+        self.rewards = make_rewards(config.rewards, config.judge, self.log.root / CACHE_NAME)
         # Judges and teachers read the episodes here.
         keep = self.rewards is None and config.rl.distill is None and config.rl.correction is None
         playing = backend.collector("train-", None, config.agent.temperature, keep_tokens=keep)
