@@ -16,7 +16,8 @@ run       whole RL steps of the recipes qwen/textcraft and qwen/babyai with --mo
           another commit in the same run, with its own run.py (79ddf8f or later). Not among the default parts.
           (gpu_parts/run.py)
 large     whole GRPO steps of random weights on one device, 64 episodes of 4k tokens: 7B, every parameter, and 32B with
-          adapters. Peak memory beside the doctor's estimate. Not among the default parts. (gpu_parts/run.py)
+          adapters. Peak memory beside the doctor's estimate. --offload repeats 7B with moments and activations on the
+          host. Not among the default parts. (gpu_parts/run.py)
 
 Every measurement is a separate process with --limit-s seconds. The table reports one that fails or times out, and the
 others continue. FOLDER gets a log of each measurement, and results.json and table.md, rewritten after each. If vLLM or
@@ -42,6 +43,8 @@ PARTS = ("rollout", "learner", "step")
 MODELS = ("smollm2-135m", "qwen2.5-1.5b")
 LARGE_MODELS = ("qwen2.5-7b", "qwen2.5-32b")
 PEERS = ("transformers", "vllm", "trl")
+VLLM_WAYS = {"batch": [], "async": ["--asynchronous"], "seeded": ["--asynchronous", "--seeded"]}
+"""Arguments of vllm_peer.py by value of --vllm-ways."""
 RECIPES = ("textcraft", "babyai")
 HERE = Path(__file__).parent
 METRIC = dict.fromkeys(("rollout", "learner", "run", "large"), "tokens_per_s") | {"step": "episodes_per_s"}
@@ -81,11 +84,10 @@ def jobs_of(options: argparse.Namespace) -> list[Job]:
             if "vllm" in peers:
                 eager = ["--dtype", "float32", "--eager"] if options.tiny else []
                 batch = ["--model", model, "--config", _config(model), "--episodes", *episodes, *eager]
-                asynchronous = [*batch, "--asynchronous"]
                 paths = _paths(options.vllm_path)
-                later.append(Job(f"rollout-{model}-vllm", "vllm_peer.py", batch, paths))
-                later.append(Job(f"rollout-{model}-vllm-async", "vllm_peer.py", asynchronous, paths))
-                later.append(Job(f"rollout-{model}-vllm-seeded", "vllm_peer.py", [*asynchronous, "--seeded"], paths))
+                for way in options.vllm_ways:
+                    name = f"rollout-{model}-vllm-{way}"
+                    later.append(Job(name, "vllm_peer.py", [*batch, *VLLM_WAYS[way]], paths))
         if "learner" in parts:
             profile = ["--profile", str(options.out / "kernels.txt")] if options.profile else []
             jobs.append(Job(f"learner-{model}", "learner.py", [*common, *profile]))
@@ -105,6 +107,8 @@ def jobs_of(options: argparse.Namespace) -> list[Job]:
         jobs += _run_jobs(options, device)
     if "large" in parts:
         jobs += [_large_job(model, device, options) for model in options.large_models]
+        if options.offload:
+            jobs.append(_large_job("qwen2.5-7b", device, options, offload=True))
     return jobs + later
 
 
@@ -129,15 +133,18 @@ def _paths(*folders: Path | None) -> list[str]:
     return [str(folder) for folder in folders if folder is not None]
 
 
-def _large_job(model: str, device: list[str], options: argparse.Namespace) -> Job:
+def _large_job(model: str, device: list[str], options: argparse.Namespace, *, offload: bool = False) -> Job:
     settings = ["rl.optimizer.checkpoint_activations=true", "rl.optimizer.micro_batch_tokens=4096"]
+    if offload:
+        settings += ["rl.optimizer.offload_moments=true", "rl.optimizer.offload_activations=true"]
     sizes = ["--episodes", "64", "--turns", "60", "--reply-tokens", "96", "129", "--warm", "0", "--steps", "1"]
     if options.tiny:
         sizes = ["--tiny", "--episodes", "4", "--turns", "2", "--steps", "1"]
     adapters = ["--lora", "16"] if "32b" in model else []
     shape = [] if options.tiny else ["--model", model]
-    common = [*device, "--part", "large", "--recipe", "babyai", *shape, *adapters, *sizes, "--set", *settings]
-    return Job(f"large-{model}", "run.py", common)
+    runner = ["--who", "ours, offloaded"] if offload else []
+    common = [*device, "--part", "large", "--recipe", "babyai", *shape, *adapters, *sizes, *runner, "--set", *settings]
+    return Job(f"large-{model}{'-offload' * offload}", "run.py", common)
 
 
 def _config(model: str) -> str:
@@ -246,7 +253,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="new or empty folder")
     parser.add_argument("--parts", nargs="+", choices=(*PARTS, "run", "large"), default=list(PARTS))
     parser.add_argument(
-        "--models", nargs="+", choices=MODELS, default=list(MODELS), help="models of rollout and learner"
+        "--models",
+        nargs="+",
+        choices=(*MODELS, *LARGE_MODELS),
+        default=list(MODELS),
+        help="models of rollout and learner",
     )
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
     parser.add_argument("--episodes", nargs="+", type=int, default=[256, 512], help="episodes of rollout")
@@ -254,6 +265,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model-folder", type=Path, help="folder of the chat model of step and run")
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), help="recipes of run")
     parser.add_argument("--large-models", nargs="+", choices=LARGE_MODELS, default=list(LARGE_MODELS))
+    parser.add_argument("--offload", action="store_true", help="also measure large with state on the host")
+    parser.add_argument("--vllm-ways", nargs="+", choices=VLLM_WAYS, default=list(VLLM_WAYS), help="ways of vLLM")
     parser.add_argument("--run-episodes", nargs="+", type=int, default=[128, 256], help="episodes of run")
     parser.add_argument("--against", type=Path, help="another checkout, also measured by run")
     parser.add_argument("--limit-s", type=int, default=300, help="time limit of a measurement")

@@ -1,6 +1,7 @@
-"""Measure the host memory that ranks on CPUs need to load a model, beside the bytes of its bf16 weights.
+"""Measure the host memory that ranks need to load a model, beside the bytes of its bf16 weights, and the time.
 
-    python benchmarks/loading.py [--model 1.5b | tiny] [--ranks 4] [--folder FOLDER] [--out FILE]
+    python benchmarks/loading.py [--model 7b | 1.5b | tiny] [--ranks 4] [--folder FOLDER] [--out FILE]
+    python benchmarks/loading.py --device cuda --model 7b --ranks 1    a GPU for each rank; also the GPU's peak
 
 Random weights of the model's shape are written in files of about 400 MB, one file at a time. Each rank makes the
 model on the meta device, shards it and reads its part. The peak is taken over samples of all ranks at once:
@@ -30,6 +31,15 @@ from agentgym_rl.scale.process_group import ProcessRanks, join, leave
 from agentgym_rl.training.meta import fill, make_empty
 
 SHAPES: dict[str, dict[str, Any]] = {
+    "7b": {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152_064,
+        "tie_word_embeddings": False,
+    },
     "1.5b": {
         "hidden_size": 1536,
         "intermediate_size": 8960,
@@ -78,17 +88,21 @@ def write_model(folder: Path, name: str) -> int:
     return 2 * sum(shape.numel() for shape in shapes.values())
 
 
-def run_rank(rank: int, size: int, address: str, folder: str, ready: Any, loaded: Any, ends: Any) -> None:
+def run_rank(rank: int, size: int, address: str, kind: str, folder: str, ready: Any, loaded: Any, ends: Any) -> None:
     torch.set_num_threads(1)
-    join(rank, size, address)
-    ranks = ProcessRanks("cpu")
+    device = "cpu" if kind == "cpu" else f"cuda:{rank}"
+    join(rank, size, address, device)
+    ranks = ProcessRanks(device)
     ready.wait()  # the parent takes what every rank holds already
     ready.wait()
     started = time.perf_counter()
     model = make_empty(folder, torch.bfloat16)
     ranks.prepare_model(model)
-    fill(model, folder, "cpu")
-    loaded.put(time.perf_counter() - started)
+    fill(model, folder, device)
+    if kind == "cuda":
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - started
+    loaded.put((seconds, torch.cuda.max_memory_allocated() if kind == "cuda" else 0))
     ends.wait()
     leave()
 
@@ -104,14 +118,14 @@ def held(pids: list[int]) -> tuple[int, int]:
     return sums["Anonymous:"], sums["Pss:"]
 
 
-def measure(folder: Path, size: int) -> dict[str, Any]:
+def measure(folder: Path, size: int, kind: str) -> dict[str, Any]:
     """Load the model of a folder on `size` ranks and return bytes and seconds."""
     context = multiprocessing.get_context("spawn")
     ready, ends, loaded = context.Barrier(size + 1), context.Event(), context.Queue()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    arguments = (size, address, str(folder), ready, loaded, ends)
+    arguments = (size, address, kind, str(folder), ready, loaded, ends)
     processes = [context.Process(target=run_rank, args=(rank, *arguments)) for rank in range(size)]
     for process in processes:
         process.start()
@@ -120,12 +134,12 @@ def measure(folder: Path, size: int) -> dict[str, Any]:
     before = held(pids)
     ready.wait()
     peak = before
-    seconds: list[float] = []
-    while len(seconds) < size:
+    results: list[tuple[float, int]] = []
+    while len(results) < size:
         now = held(pids)
         peak = max(peak[0], now[0]), max(peak[1], now[1])
         while not loaded.empty():
-            seconds.append(loaded.get())
+            results.append(loaded.get())
         if any(process.exitcode for process in processes):
             raise RuntimeError("a rank failed")
         time.sleep(SAMPLE_INTERVAL_S)
@@ -138,7 +152,8 @@ def measure(folder: Path, size: int) -> dict[str, Any]:
         "before": dict(zip(names, before, strict=True)),
         "peak": dict(zip(names, peak, strict=True)),
         "after": dict(zip(names, after, strict=True)),
-        "seconds": round(max(seconds), 2),
+        "seconds": round(max(seconds for seconds, _ in results), 2),
+        "device_bytes": max(num_bytes for _, num_bytes in results),
     }
 
 
@@ -146,6 +161,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SHAPES, default="1.5b")
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument(
         "--folder", type=Path, help="where to write the model, or to find it; by default a temporary folder"
     )
@@ -156,7 +172,7 @@ def main() -> None:
     try:
         weights = write_model(folder, args.model)
         found = {"model": args.model, "ranks": args.ranks, "bf16_bytes": weights, "cpus": os.cpu_count()}
-        found |= measure(folder, args.ranks)
+        found |= {"device": args.device} | measure(folder, args.ranks, args.device)
     finally:
         if args.folder is None:
             shutil.rmtree(folder)
