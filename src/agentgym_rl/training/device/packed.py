@@ -140,11 +140,12 @@ def _layer(
     attention = layer.self_attn
     heads = (-1, attention.head_dim)
     x = _normalise(layer.input_layernorm, hidden_TH)
-    key, value = (project(x).unflatten(-1, heads) for project in (attention.k_proj, attention.v_proj))
-    angles = [cos, signed_sin]
+    read, angles = x, [cos, signed_sin]
     if queries is not None:
-        hidden_TH, x, *angles = (rows.index_select(0, queries.rows_R) for rows in (hidden_TH, x, cos, signed_sin))
-    query = attention.q_proj(x).unflatten(-1, heads)
+        hidden_TH, read, *angles = (rows.index_select(0, queries.rows_R) for rows in (hidden_TH, x, cos, signed_sin))
+    # The order of the projections decides how the gradient of x is rounded in half precision.
+    inputs = ((attention.q_proj, read), (attention.k_proj, x), (attention.v_proj, x))
+    query, key, value = (project(tokens).unflatten(-1, heads) for project, tokens in inputs)
     if hasattr(attention, "q_norm"):
         query, key = _normalise(attention.q_norm, query), _normalise(attention.k_norm, key)
     query, key = _Rotate.apply(query, *angles), _Rotate.apply(key, cos, signed_sin)
