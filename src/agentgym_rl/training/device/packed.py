@@ -58,10 +58,14 @@ def packed_states(decoder: Any, micro: MicroBatch) -> Tensor:
 
 
 def packed_action_states(decoder: Any, micro: MicroBatch) -> Tensor:
-    """Return the decoder's output before every action token, AH. On a CPU its last layer computes nothing else."""
+    """Return the decoder's output before every action token, AH.
+
+    On a CPU in float32, the last layer computes nothing else. In half precision, that would change the rounding.
+    """
     places_A, shared = micro.places_A - 1, micro.shared
     few = 0 < len(places_A) <= MAX_READ_SHARE * len(micro.token_ids_T)
-    if not few or places_A.is_cuda or hasattr(decoder, "captured_passes"):
+    exact = decoder.embed_tokens.weight.dtype is torch.float32 and not torch.is_autocast_enabled("cpu")
+    if not few or not exact or places_A.is_cuda or hasattr(decoder, "captured_passes"):
         return packed_states(decoder, micro).index_select(0, places_A)
     if shared is None:
         hidden_TH = decoder.embed_tokens(micro.token_ids_T)
