@@ -6,13 +6,12 @@ TRITON_INTERPRET=1 python tests/adapters_interpreted.py [NAME ...]
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from kernels_interpreted import captured, gap, make, prompt
+from kernels_interpreted import captured, gap, make, prompt, run
 from peft import LoraConfig, get_peft_model
 
 from agentgym_rl.agent.engines.native import NativeEngine
@@ -182,9 +181,8 @@ async def wrapped() -> None:
     assert await largest_gap(captured(model, 4, 64), model, (7, 2), "a") < 1e-4
 
 
-CHECKS = {
-    check.__name__: check
-    for check in (
+if __name__ == "__main__":
+    run(
         adapters_of_rank_4,
         adapters_of_rank_16,
         adapters_of_rank_64,
@@ -194,9 +192,3 @@ CHECKS = {
         roles,
         wrapped,
     )
-}
-
-if __name__ == "__main__":
-    for name in sys.argv[1:] or CHECKS:
-        asyncio.run(CHECKS[name]())
-        print(f"{name}: good", flush=True)

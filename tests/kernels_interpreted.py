@@ -304,9 +304,18 @@ async def logits() -> None:
             assert error(head_kernels.gradient(*given), head._gradient(*given)) < 1e-5
 
 
-CHECKS = {
-    check.__name__: check
-    for check in (
+def run(*checks: Callable[[], Any]) -> None:
+    """Run the checks that the command line names, or all."""
+    by_name = {check.__name__: check for check in checks}
+    for name in sys.argv[1:] or by_name:
+        # Guesses take four times as long to interpret.
+        with patch.object(captured_runner, "DRAFT_ROWS", 32 if name == "guessed_replies" else 0):
+            asyncio.run(by_name[name]())
+        print(f"{name}: good", flush=True)
+
+
+if __name__ == "__main__":
+    run(
         short_reply,
         llama,
         qwen3,
@@ -321,11 +330,3 @@ CHECKS = {
         layers,
         logits,
     )
-}
-
-if __name__ == "__main__":
-    for name in sys.argv[1:] or CHECKS:
-        # Guesses take four times as long to interpret.
-        with patch.object(captured_runner, "DRAFT_ROWS", 32 if name == "guessed_replies" else 0):
-            asyncio.run(CHECKS[name]())
-        print(f"{name}: good", flush=True)

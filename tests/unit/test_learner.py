@@ -147,10 +147,16 @@ def test_nothing_depends_on_order_padding_micro_batches_or_ranks(name: str) -> N
             torch.testing.assert_close(total[key], gradient, atol=2e-5, rtol=1e-3)
 
 
+@pytest.mark.parametrize("max_read_share", [0.0, 0.5])
 @pytest.mark.parametrize("name", ["grpo", "gspo", "rloo, cispo", "reinforce++", "baseline", "ppo", "ppo, turns"])
-def test_observation_tokens_have_exactly_no_gradient(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By autograd: loss and value loss depend only on the states before action tokens."""
-    monkeypatch.setattr(packed, "MAX_READ_SHARE", 0.0)  # the last layer computes the states of all tokens
+def test_observation_tokens_have_exactly_no_gradient(
+    name: str, max_read_share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By autograd: loss and value loss depend only on the states before action tokens.
+
+    With a share of 0.5, the policy's last layer gets all tokens and returns only those states.
+    """
+    monkeypatch.setattr(packed, "MAX_READ_SHARE", max_read_share)
     rl = settings_of(name, zero_variance="keep", importance="none")
     critic = small_critic() if rl.algorithm == "ppo" else None
     learner = RLLearner(tiny_model(1), rl, 1.0, None, critic)
@@ -172,11 +178,16 @@ def test_observation_tokens_have_exactly_no_gradient(name: str, monkeypatch: pyt
         seen.clear()
         decoder.norm.register_forward_hook(keep)
         loss()[0].backward()
-        gradient = seen[0].grad
+        states, gradient = seen[0], seen[0].grad
         assert gradient is not None
-        assert (gradient[~expected] == 0).all()
+        if max_read_share and decoder is losses[0][0]:
+            right = packed.packed_states(decoder, micro)[expected]
+            torch.testing.assert_close(states, right, atol=1e-5, rtol=1e-4)  # so there are no others
+        else:
+            assert (gradient[~expected] == 0).all()
+            gradient = gradient[expected]
         moved = gradient.abs().sum(-1) > 0
-        assert moved[expected].float().mean() > 0.5  # an advantage or an error may happen to be 0
+        assert moved.float().mean() > 0.5  # an advantage or an error may happen to be 0
 
 
 def test_a_critic_reads_before_each_action_and_after_the_last_token() -> None:

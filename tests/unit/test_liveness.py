@@ -92,7 +92,7 @@ async def test_a_pool_reconnects_to_a_restarted_server(monkeypatch: pytest.Monke
         pool = RemotePool({"counting": first.url})
         await pool.open("counting")
         started = time.monotonic()
-    assert time.monotonic() - started < 20, "a hold must not delay the shutdown of a server"
+    assert time.monotonic() - started < 3, "a hold must not delay the shutdown of a server"
     hold = pool._holds["counting"]
     await asyncio.sleep(0.2)
     assert not hold.is_held

@@ -205,7 +205,7 @@ def test_dependence_is_cheap() -> None:
     words = " ".join(f"w{i}" for i in range(1000))
     started = time.process_time()
     answered(lambda item, turn, rng: f"{words} {item}", tasks=32, group_size=8, turns=4)
-    assert time.process_time() - started < 20.0
+    assert time.process_time() - started < 4.0
 
 
 def test_one_of_several_environments_is_named_even_if_played_alone() -> None:

@@ -208,6 +208,24 @@ def test_the_last_layer_computes_only_what_action_tokens_need(kind: str, shared:
         torch.testing.assert_close(mine, expected, atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.parametrize("mode", ["float32", "bfloat16", "autocast"])
+def test_the_last_layer_computes_all_tokens_in_half_precision(mode: str) -> None:
+    decoder = make(MODELS["qwen2"]).get_decoder()
+    if mode == "bfloat16":
+        decoder.bfloat16()
+    samples = make_samples(3, [30, 19])
+    for sample in samples:
+        sample.loss_mask = [False] * (len(sample.token_ids) - 1) + [True]
+        sample.logprobs = [-1.0]
+    (micro,) = micro_batches(samples, [1.0] * 2, 1000)
+    rows: list[int] = []
+    decoder.layers[-1].mlp.register_forward_hook(lambda module, args, out: rows.append(len(out)))
+    with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
+        states = packed_action_states(decoder, micro)
+    assert len(states) == 2
+    assert rows == [2 if mode == "float32" else 49]
+
+
 @pytest.mark.parametrize("kind", list(OTHERS))
 def test_other_decoders_run_their_own_forward_pass(kind: str) -> None:
     model = make(OTHERS[kind])

@@ -28,9 +28,8 @@ from agentgym_rl.types import Sample
 
 pytestmark = pytest.mark.timeout(900)  # four processes on two cores, and whatever else they do
 
-TOLERANCES = {"bf16, sharded": 0.1, "bf16, whole copies": 0.1, "bf16, lora": 0.01, "bf16, lora, ppo": 0.03}
-"""An update of all weights follows the signs of gradients; those that rounding turns move by 0.002 at once.
-`mismatch/kl` of the last case is an exponential, near 28."""
+TOLERANCES = {"bf16, sharded": 0.1, "bf16, whole copies": 0.1, "bf16, lora": 0.01, "bf16, lora, ppo": 0.01}
+"""An update of all weights follows the signs of gradients; those that rounding turns move by 0.002 at once."""
 
 
 @pytest.fixture(scope="module")

@@ -170,7 +170,7 @@ def test_cost_of_a_long_query_is_limited() -> None:
     started = time.process_time()
     hits = retriever.search([" ".join(f"word{number}" for number in range(50_000))], 3)
     assert hits == [[]]
-    assert time.process_time() - started < 10.0
+    assert time.process_time() - started < 1.0
 
 
 def test_fusion_prefers_passages_found_by_several_retrievers() -> None:

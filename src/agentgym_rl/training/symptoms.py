@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -63,20 +64,34 @@ class Rows:
     """The part of the metric rows that rules need. Its size does not grow with the length of a run."""
 
     def __init__(self) -> None:
-        self.recent: list[dict[str, Any]] = []
-        """Metrics of the last steps."""
+        self.steps: list[int] = []
+        """The last steps, ascending."""
+        self.names: list[str] = []
+        """Metrics of the last step."""
         self.first: dict[str, list[float]] = {}
         """The first WINDOW values of each metric."""
+        self._recent: dict[str, list[tuple[int, float]]] = {}
+        """Last (step, value) pairs of each metric, numbers only. Rules read them many times."""
 
     def add(self, row: Mapping[str, Any]) -> None:
-        names = [name for name in row if name in METRICS or name.startswith(METRICS_BY_TURN)]
         # A run builds new strings at every step; interned, all rows share one.
-        self.recent.append({"step": row["step"]} | {sys.intern(name): row[name] for name in names})
-        del self.recent[: -2 * MEMORY]
-        for name in names:
-            first = self.first.setdefault(sys.intern(name), [])
-            if len(first) < WINDOW and is_number(row[name]):
+        self.names = [sys.intern(name) for name in row if name in METRICS or name.startswith(METRICS_BY_TURN)]
+        del self.steps[: 1 - 2 * MEMORY]
+        self.steps.append(int(row["step"]))
+        for name in self.names:
+            if not is_number(row[name]):
+                continue
+            first, recent = self.first.setdefault(name, []), self._recent.setdefault(name, [])
+            if len(first) < WINDOW:
                 first.append(float(row[name]))
+            del recent[: 1 - 2 * MEMORY]
+            recent.append((self.steps[-1], float(row[name])))
+
+    def last(self, name: str, count: int) -> list[tuple[int, float]]:
+        """Return (step, value) of up to `count` recent rows with the metric, among the last 2 * `count` rows."""
+        recent = self._recent.get(name, [])
+        oldest = self.steps[max(0, len(self.steps) - 2 * count)]
+        return recent[max(bisect_left(recent, (oldest,)), len(recent) - count) :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +322,7 @@ def mismatch_over_turns(rows: Rows) -> Symptom | None:
 def kl_runaway(rows: Rows) -> Symptom | None:
     """Detect a KL of more than one nat per token to the reference. Small models from scratch settle near 0.5, large
     ones below 0.1. The rule uses a median, because k3 has a heavy tail."""
-    recent = [value for _, value in _last(rows, "kl/reference", WINDOW)]
+    recent = [value for _, value in rows.last("kl/reference", WINDOW)]
     if len(recent) < WINDOW or median(recent) <= 1.0:
         return None
     return Symptom(
@@ -321,7 +336,7 @@ def kl_runaway(rows: Rows) -> Symptom | None:
 def gradient_spikes(rows: Rows) -> Symptom | None:
     """Detect that three of the last five gradient norms are ten times the median of those before. A single spike is
     normal, and clipped."""
-    series = [pair for pair in _last(rows, "grad/norm", MEMORY) if pair[1] > 0.0]
+    series = [pair for pair in rows.last("grad/norm", MEMORY) if pair[1] > 0.0]
     before, recent = series[:-WINDOW], series[-WINDOW:]
     if len(before) < 3:
         return None
@@ -339,7 +354,7 @@ def gradient_spikes(rows: Rows) -> Symptom | None:
 
 def skipped_updates(rows: Rows) -> Symptom | None:
     """Detect a gradient that was not finite in the last WINDOW steps, which never happens in a healthy run."""
-    skipped = [(step, value) for step, value in _last(rows, "skipped", WINDOW) if value > 0.0]
+    skipped = [(step, value) for step, value in rows.last("skipped", WINDOW) if value > 0.0]
     if not skipped:
         return None
     return Symptom(
@@ -453,8 +468,8 @@ def clipping(rows: Rows) -> Symptom | None:
 
 def episode_errors(rows: Rows) -> Symptom | None:
     """Detect that 20% of attempts fail. Failures are not trained on, so the tasks that fail are under-represented."""
-    recent = _last(rows, "episodes/error", WINDOW)
-    usable = _last(rows, "episodes/usable", WINDOW)
+    recent = rows.last("episodes/error", WINDOW)
+    usable = rows.last("episodes/usable", WINDOW)
     errors, attempts = sum(v for _, v in recent), sum(v for _, v in recent) + sum(v for _, v in usable)
     if len(recent) < WINDOW or errors <= 0.2 * attempts:
         return None
@@ -495,20 +510,9 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 
-def _last(rows: Rows, name: str, count: int) -> list[tuple[int, float]]:
-    """Return (step, value) of up to `count` recent rows with the metric, among the last 2 * `count` rows."""
-    series: list[tuple[int, float]] = []
-    for row in reversed(rows.recent[-2 * count :]):
-        if is_number(row.get(name)):
-            series.append((row["step"], float(row[name])))
-        if len(series) == count:
-            break
-    return series[::-1]
-
-
 def _now(rows: Rows, name: str, window: int = WINDOW) -> float | None:
     """Return the mean over the last window, or None if there are too few values."""
-    recent = _last(rows, name, window)
+    recent = rows.last(name, window)
     return fmean(value for _, value in recent) if len(recent) == window else None
 
 
@@ -520,7 +524,7 @@ def _start(rows: Rows, name: str, statistic: Callable[[list[float]], float]) -> 
 
 def _window_means(rows: Rows, name: str, window: int = WINDOW) -> list[tuple[int, float]]:
     """Return (first step, mean) of every window in memory, oldest first."""
-    series = _last(rows, name, MEMORY)
+    series = rows.last(name, MEMORY)
     # Prefix sums, because windows overlap and this dominates the cost of a step's check.
     sums = [0.0, *accumulate(value for _, value in series)]
     return [(series[i][0], (sums[i + window] - sums[i]) / window) for i in range(len(series) - window + 1)]
@@ -528,7 +532,7 @@ def _window_means(rows: Rows, name: str, window: int = WINDOW) -> list[tuple[int
 
 def _noise(rows: Rows, name: str) -> float:
     """Return the standard deviation of a step, from differences between neighbours, which hide a trend or one fall."""
-    values = [value for _, value in _last(rows, name, MEMORY)]
+    values = [value for _, value in rows.last(name, MEMORY)]
     jumps = [(after - before) ** 2 for before, after in pairwise(values)]
     return math.sqrt(fmean(jumps) / 2) if jumps else 0.0
 
@@ -543,7 +547,7 @@ def _since_below(rows: Rows, name: str, limit: float, window: int = WINDOW) -> i
 
 
 def _since(rows: Rows, windows: list[tuple[int, bool]]) -> int:
-    since = int(rows.recent[-1]["step"])
+    since = rows.steps[-1]
     for step, beyond_limit in reversed(windows):
         if not beyond_limit:
             break
@@ -569,7 +573,7 @@ def _solved(rows: Rows) -> bool:
 
 def _turns(rows: Rows, signal: str) -> list[str]:
     """Return names such as entropy/turn_3 in the last row, in order of turns."""
-    names = [name for name in rows.recent[-1] if name.startswith(f"{signal}/turn_")]
+    names = [name for name in rows.names if name.startswith(f"{signal}/turn_")]
     return sorted(names, key=lambda name: int(name.rpartition("_")[2].rstrip("+")))
 
 

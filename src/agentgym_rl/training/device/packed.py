@@ -58,10 +58,14 @@ def packed_states(decoder: Any, micro: MicroBatch) -> Tensor:
 
 
 def packed_action_states(decoder: Any, micro: MicroBatch) -> Tensor:
-    """Return the decoder's output before every action token, AH. On a CPU its last layer computes nothing else."""
+    """Return the decoder's output before every action token, AH.
+
+    On a CPU in float32, the last layer computes nothing else. In half precision, that would change the rounding.
+    """
     places_A, shared = micro.places_A - 1, micro.shared
     few = 0 < len(places_A) <= MAX_READ_SHARE * len(micro.token_ids_T)
-    if not few or places_A.is_cuda or hasattr(decoder, "captured_passes"):
+    exact = decoder.embed_tokens.weight.dtype is torch.float32 and not torch.is_autocast_enabled("cpu")
+    if not few or not exact or places_A.is_cuda or hasattr(decoder, "captured_passes"):
         return packed_states(decoder, micro).index_select(0, places_A)
     if shared is None:
         hidden_TH = decoder.embed_tokens(micro.token_ids_T)
@@ -140,11 +144,12 @@ def _layer(
     attention = layer.self_attn
     heads = (-1, attention.head_dim)
     x = _normalise(layer.input_layernorm, hidden_TH)
-    key, value = (project(x).unflatten(-1, heads) for project in (attention.k_proj, attention.v_proj))
-    angles = [cos, signed_sin]
+    read, angles = x, [cos, signed_sin]
     if queries is not None:
-        hidden_TH, x, *angles = (rows.index_select(0, queries.rows_R) for rows in (hidden_TH, x, cos, signed_sin))
-    query = attention.q_proj(x).unflatten(-1, heads)
+        hidden_TH, read, *angles = (rows.index_select(0, queries.rows_R) for rows in (hidden_TH, x, cos, signed_sin))
+    # The order of the projections decides how the gradient of x is rounded in half precision.
+    inputs = ((attention.q_proj, read), (attention.k_proj, x), (attention.v_proj, x))
+    query, key, value = (project(tokens).unflatten(-1, heads) for project, tokens in inputs)
     if hasattr(attention, "q_norm"):
         query, key = _normalise(attention.q_norm, query), _normalise(attention.k_norm, key)
     query, key = _Rotate.apply(query, *angles), _Rotate.apply(key, cos, signed_sin)

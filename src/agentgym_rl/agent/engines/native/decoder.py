@@ -8,7 +8,7 @@ Shapes: B rows, T new tokens (padded), L cached positions read, H query heads, K
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ class Batch:
     slot_range: tuple[int, int] | None
     """Read these slots in place instead of gathering."""
     bias: torch.Tensor | None
-    """[B or slots of the range, 1, T, L]: 0 where a query may attend, -inf elsewhere; None if fresh: causal."""
+    """[B or slots of the range, 1, T, L]: 0 where a query may attend, -inf elsewhere; None if fresh."""
     range_indices: torch.Tensor | None
     """[B]: index of each row in slot_range; None if the rows are the range, in order."""
 
@@ -135,14 +135,13 @@ class DecoderRunner:
             query, key = _rotate(query, key, cos, sin)
             self.cache.keys[index][batch.slots, :, batch.positions] = key
             self.cache.values[index][batch.slots, :, batch.positions] = value
-            if layer is decoder.layers[-1] and heads[1] > 1:  # only the last token of a row is read
-                rows = torch.arange(len(hidden), device=self._device)
-                hidden, query = hidden[rows, batch.last].unsqueeze(1), query[rows, batch.last].unsqueeze(1)
-                batch = self._last_only(batch)
             mixed = self._attend(index, query, key, value, batch, attention.scaling)
+            if layer is decoder.layers[-1]:  # only the last token of a row is read
+                rows = torch.arange(len(hidden), device=self._device)
+                hidden, mixed = hidden[rows, batch.last], mixed[rows, batch.last]
             hidden += attention.o_proj(mixed)
             hidden += layer.mlp(_normalise(layer.post_attention_layernorm, hidden))
-        return self._model.lm_head(_normalise(decoder.norm, hidden[:, 0])).float()
+        return self._model.lm_head(_normalise(decoder.norm, hidden)).float()
 
     def _attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: Batch, scaling: float
@@ -150,7 +149,7 @@ class DecoderRunner:
         """Return attention [B, T, H * D] of queries [B, T, H, D]."""
         grouped = self._num_heads != self._num_kv_heads
         rows, num_new = query.shape[:2]
-        if batch.bias is None:
+        if batch.fresh:
             mixed = F.scaled_dot_product_attention(
                 query.transpose(1, 2),
                 key.transpose(1, 2),
@@ -160,7 +159,7 @@ class DecoderRunner:
                 enable_gqa=grouped,
             )
             return mixed.transpose(1, 2).reshape(rows, num_new, -1)
-        keys, values = (key.transpose(1, 2), value.transpose(1, 2)) if batch.fresh else self._cached(layer, batch)
+        keys, values = self._cached(layer, batch)
         if batch.range_indices is not None:
             scattered = query.new_zeros((keys.shape[0], *query.shape[1:]))
             scattered[batch.range_indices] = query
@@ -229,16 +228,6 @@ class DecoderRunner:
             bias=bias,
             range_indices=range_indices,
         )
-
-    def _last_only(self, batch: Batch) -> Batch:
-        """Return the batch with the bias of each row's last token only."""
-        if batch.bias is None:
-            return replace(batch, bias=self._bias(batch.last.unsqueeze(1), batch.token_ids.shape[1]))
-        last = batch.last
-        if batch.range_indices is not None:
-            last = last.new_zeros(len(batch.bias)).index_copy(0, batch.range_indices, last)
-        rows = torch.arange(len(last), device=self._device)
-        return replace(batch, bias=batch.bias[rows, :, last].unsqueeze(2))
 
     def _bias(self, positions: torch.Tensor, length: int) -> torch.Tensor:
         columns = torch.arange(length, device=self._device)

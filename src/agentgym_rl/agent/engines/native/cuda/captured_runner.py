@@ -106,7 +106,7 @@ class CapturedRunner:
         self._history = torch.zeros((max_slots, max_length + 1), dtype=torch.int32, device=self._device)
         """Tokens of each slot, as far as its keys are cached."""
         self._uses_top_p: list[bool] = []
-        """Of each row of the present arrangement."""
+        """Whether each row of the present arrangement samples with top_p."""
         self.captures = 0
 
     @torch.no_grad()
