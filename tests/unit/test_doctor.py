@@ -52,6 +52,7 @@ HEALTHY: Row = {
     "grad/norm": 0.3,
     "clip/fraction": 0.02,
     "skipped": 0.0,
+    "staleness/mean": 0.0,
     "episodes/usable": 64.0,
     "episodes/error": 1.0,
 }
@@ -189,6 +190,26 @@ def test_one_bad_step_is_noise() -> None:
     }.items():
         noisy = [row | ({name: value} if row["step"] == TURN else {}) for row in rows()]
         assert Doctor(noisy).findings == [], name
+
+
+def test_old_tokens_may_differ_more_and_a_mismatch_tells_their_age() -> None:
+    def advice(age: float, **ill: float) -> list[str]:
+        findings = diagnose(row | {"staleness/mean": age} for row in rows(**ill))["findings"]
+        return [finding["message"] for finding in findings if finding["rule"] == "sampler_mismatch"]
+
+    assert advice(2.0, mismatch__abs=0.25, mismatch__kl=0.1) == []
+    (old,) = advice(2.0, mismatch__abs=0.4)
+    assert "2.0 updates old" in old
+    assert "rl.max_staleness" in old
+    (fresh,) = advice(0.0, mismatch__abs=0.25)
+    assert "agent.temperature" in fresh
+
+
+def test_a_rule_cannot_read_a_metric_that_is_not_kept() -> None:
+    kept = symptoms.Rows()
+    kept.add({"step": 1, "time/step_s": 2.0})
+    with pytest.raises(KeyError, match="time/step_s"):
+        kept.last("time/step_s", 1)
 
 
 def test_alternating_replies_and_single_turns_are_reported() -> None:

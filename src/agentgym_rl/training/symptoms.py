@@ -51,6 +51,7 @@ METRICS = frozenset(
         "grad/norm",
         "clip/fraction",
         "skipped",
+        "staleness/mean",
         "episodes/usable",
         "episodes/error",
     }
@@ -89,6 +90,8 @@ class Rows:
 
     def last(self, name: str, count: int) -> list[tuple[int, float]]:
         """Return (step, value) of up to `count` recent rows with the metric, among the last 2 * `count` rows."""
+        if name not in METRICS and not name.startswith(METRICS_BY_TURN):
+            raise KeyError(f"METRICS lacks {name}")
         recent = self._recent.get(name, [])
         oldest = self.steps[max(0, len(self.steps) - 2 * count)]
         return recent[max(bisect_left(recent, (oldest,)), len(recent) - count) :]
@@ -275,21 +278,22 @@ def length_collapse(rows: Rows) -> Symptom | None:
 def sampler_mismatch(rows: Rows) -> Symptom | None:
     """Detect that sampler and learner differ by 0.1 nats per token, or by a KL of 0.02. The native engine in float32
     agrees to 1e-6, engines in bfloat16 to about 0.02. A larger difference biases every gradient, so the rule fires
-    after three steps."""
-    for name, limit in (("mismatch/abs", 0.1), ("mismatch/kl", 0.02)):
+    after three steps. Tokens that are n updates old may differ 1 + n times as much, and the KL by its square:
+    asynchronous runs stay below that (results/asynchronous)."""
+    age = _now(rows, "staleness/mean", 3) or 0.0
+    for name, limit in (("mismatch/abs", 0.1 * (1 + age)), ("mismatch/kl", 0.02 * (1 + age) ** 2)):
         now = _now(rows, name, 3)
         if now is not None and now > limit:
             return Symptom(
                 _since_above(rows, name, limit, 3),
                 f"sampler and learner disagree by {now:.2g} ({name})",
                 "the trained policy is not the one that plays",
-                _why_mismatch(rows),
+                _why_mismatch(age),
             )
     return None
 
 
-def _why_mismatch(rows: Rows) -> str:
-    age = _now(rows, "staleness/mean", 3) or 0.0
+def _why_mismatch(age: float) -> str:
     if age > 0:
         return (
             f"sampled tokens are {age:.1f} updates old on average: lower rl.max_staleness or the learning rate, set "
