@@ -11,7 +11,9 @@ import dataclasses
 import importlib
 import inspect
 import json
+import math
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -331,6 +333,7 @@ def vllm_weights() -> str:
     names = {
         "memory": "CUDA IPC, in one process",
         "ipc": "CUDA IPC from the learner's process, as `[scale]` does if both share a GPU",
+        "broadcast": "a broadcast over gloo, through the host; NCCL refuses two processes on one GPU",
         "files": "a folder",
     }
     seconds = found["seconds"]
@@ -345,6 +348,67 @@ def vllm_weights() -> str:
         for way, text in names.items()
     ]
     return table(["weights by", "first update", "median of later ones", "of a step with it"], rows)
+
+
+def vllm_sleep() -> str:
+    """Return seconds and device memory of a vLLM that sleeps while the learner works."""
+    found = measured("vllm_weights")
+    sleep, memory = found["sleep"], found["sleep"]["device_gib"]
+    rows = [
+        ["start", f"{found['start']['seconds']:.0f} s"],
+        ["sleep", f"{sleep['sleep_s']:.1f} s"],
+        ["wake", f"{sleep['wake_s']:.1f} s"],
+        ["device memory in use, awake", f"{memory['awake']:.1f} GiB"],
+        ["device memory in use, asleep", f"{memory['asleep']:.1f} GiB"],
+        ["largest change of a log-probability by a sleep", f"{sleep['logprobs_apart']:.1g}"],
+    ]
+    return table(["", ""], rows)
+
+
+def loading() -> str:
+    """Return what it takes to load a model on four CPU ranks and on one GPU."""
+    rows = []
+    for name, where in (("loading", "4 ranks on CPUs"), ("loading_gpu", "1 rank on a GPU")):
+        found = measured(name)
+        host = (found["peak"]["anonymous"] - found["before"]["anonymous"]) / 1e9
+        pages = (found["peak"]["pss"] - found["before"]["pss"]) / 1e9
+        device = found.get("device_bytes", 0)
+        rows.append(
+            [
+                f"{found['model'].upper()}, {where}",
+                f"{found['bf16_bytes'] / 1e9:.2f} GB",
+                f"{host:.2f} GB ({found['anonymous_ratio']:.2f} ×)",
+                f"{pages:.2f} GB ({found['pss_ratio']:.2f} ×)",
+                f"{device / 1e9:.2f} GB" if device else "",
+                f"{found['seconds']:.1f} s",
+            ]
+        )
+    header = ["model", "weights", "host memory, anonymous", "host memory with pages of the files", "device memory"]
+    return table([*header, "time"], rows)
+
+
+def asynchronous() -> str:
+    """Return the success of the quickstart by bound of staleness, over its seeds."""
+    bounds: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted((ROOT / "results" / "asynchronous").glob("*.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        bounds.setdefault(record["arm"].removeprefix("max_staleness "), []).append(record)
+    rows = []
+    for bound, records in bounds.items():
+        after = [record["after"]["success"] for record in records]
+        error = 1.96 * math.sqrt(sum(p * (1 - p) / r["after"]["episodes"] for p, r in zip(after, records, strict=True)))
+        age = statistics.fmean(x for record in records for x in record["curves"]["staleness/mean"])
+        rows.append(
+            [
+                f"`{bound}`",
+                ", ".join(f"{100 * p:.1f}" for p in after),
+                f"{100 * statistics.fmean(after):.1f} ±{100 * error / len(after):.1f}",
+                f"{age:.2f}",
+                f"{statistics.median(record['seconds'] for record in records):.0f} s",
+            ]
+        )
+    success = ["success of each seed, %", "mean, %"]
+    return table(["`rl.max_staleness`", *success, "mean age of a token, updates", "time, median"], rows)
 
 
 def load() -> str:
@@ -399,6 +463,9 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "step": step,
     "large": large,
     "vllm-weights": vllm_weights,
+    "vllm-sleep": vllm_sleep,
+    "loading": loading,
+    "asynchronous": asynchronous,
     "load": load,
     "reading-lengths": reading_lengths,
     "search-whole": lambda: search("bm25"),
