@@ -18,7 +18,7 @@ from agentgym_rl.environment.base import HasActions, HasOracle, HasRender, HasSt
 from agentgym_rl.environment.envs.maze import Maze
 from agentgym_rl.environment.envs.maze import layout as layouts
 from agentgym_rl.environment.envs.maze.layout import MOVES, SIZES, layout, neighbour
-from agentgym_rl.errors import EnvError
+from agentgym_rl.errors import ConfigError, EnvError
 
 SOME_ITEMS = [*range(200), *range(1000, 1200), *range(100_800, 101_000)]
 
@@ -135,6 +135,29 @@ def test_a_game_from_start_to_end() -> None:
     assert step.info == {"valid": True, "success": True}
     with pytest.raises(EnvError, match="reset"):
         env.step("move up")
+
+
+def test_a_tour_visits_mazes_of_one_size_and_divides_the_reward() -> None:
+    env = Maze(mazes=4)
+    env.reset(990)  # the last size-3 maze of its split is 995
+    steps, keys = [], []
+    while not steps or not steps[-1].done:
+        keys.append(env.state_key())
+        steps.append(env.step(env.oracle()))
+    assert list(dict.fromkeys(key.partition("|")[0] for key in keys)) == ["990", "995", "0", "5"]
+    rewards = [step.reward for step in steps if step.reward]
+    assert rewards == [0.25] * 4
+    between = [step for step in steps if step.reward and not step.done]
+    assert [step.observation.partition(" and")[0] for step in between] == [
+        f"You reached goal {n} of 4" for n in (1, 2, 3)
+    ]
+    assert all("There are walls" in step.observation for step in between)
+    assert steps[-1].info == {"valid": True, "success": True}
+    assert not any(step.info.get("success") for step in steps[:-1])
+    env.reset(990)
+    assert env.state_key() == keys[0]
+    with pytest.raises(ConfigError, match="at least 1"):
+        Maze(mazes=0)
 
 
 def test_observations_name_every_wall() -> None:

@@ -9,7 +9,7 @@ from typing import ClassVar
 from agentgym_rl.environment.envs.maze import layout
 from agentgym_rl.environment.envs.maze.picture import draw
 from agentgym_rl.environment.tools import Tool
-from agentgym_rl.errors import EnvError
+from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.types import Step
 
 INSTRUCTION = """\
@@ -35,7 +35,10 @@ _UNPRINTABLE = re.compile(r"[^\x20-\x7e]+")
 
 
 class Maze:
-    """101,000 mazes of five sizes. Implements TextEnv."""
+    """101,000 mazes of five sizes. Implements TextEnv.
+
+    With `mazes` = n an episode is a tour of n mazes of one size, the item's first. Each goal is worth 1/n.
+    """
 
     name: ClassVar[str] = "maze"
     instruction: ClassVar[str] = INSTRUCTION
@@ -43,8 +46,14 @@ class Maze:
     subsets: ClassVar[tuple[str, ...]] = layout.SUBSETS
     cheap: ClassVar[bool] = True
 
-    def __init__(self) -> None:
+    def __init__(self, mazes: int = 1) -> None:
+        if mazes < 1:
+            raise ConfigError(f"mazes must be at least 1, got {mazes}")
+        self._mazes = mazes
+        self._reached = 0
+        """Goals reached in this episode."""
         self._item = -1
+        """Item of the current maze."""
         self._layout: layout.Layout
         self._path: list[layout.Cell] = []
         """Cells the player has visited, including the current one."""
@@ -59,9 +68,8 @@ class Maze:
         return (f"size{layout.size_of(_check_item(item))}",)
 
     def reset(self, item: int) -> str:
-        self._layout = layout.layout(_check_item(item))
-        self._item = item
-        self._path = [self._layout.start]
+        self._enter(_check_item(item))
+        self._reached = 0
         self._playing = True
         return self._observation()
 
@@ -77,8 +85,13 @@ class Maze:
         self._path.append(layout.neighbour(self._path[-1], way))
         if self._path[-1] != self._layout.goal:
             return Step(self._observation(), info={"valid": True})
+        self._reached += 1
+        if self._reached < self._mazes:
+            self._enter(_next_of_size(self._item))
+            text = f"You reached goal {self._reached} of {self._mazes} and are in a new maze."
+            return Step(f"{text}\n{self._observation()}", 1 / self._mazes, info={"valid": True})
         self._playing = False
-        return Step("You reached the goal.", 1.0, True, {"valid": True, "success": True})
+        return Step("You reached the goal.", 1 / self._mazes, True, {"valid": True, "success": True})
 
     def close(self) -> None:
         self._playing = False
@@ -106,6 +119,10 @@ class Maze:
             raise EnvError("maze has nothing to draw yet: call reset first")
         return draw(self._item, self._layout, self._path)
 
+    def _enter(self, item: int) -> None:
+        self._item, self._layout = item, layout.layout(item)
+        self._path = [self._layout.start]
+
     def _require_playing(self) -> None:
         if not self._playing:
             raise EnvError("maze needs a running episode: call reset first")
@@ -122,6 +139,12 @@ def _check_item(item: int) -> int:
     if not any(item in split for split in layout.SPLITS.values()):
         raise IndexError(f"maze has items 0 to {layout.SPLITS['train'].stop - 1}, got {item}")
     return item
+
+
+def _next_of_size(item: int) -> int:
+    """Return the next item of the same size and split, after the last one the first."""
+    split = next(split for split in layout.SPLITS.values() if item in split)
+    return split.start + (item - split.start + len(layout.SIZES)) % len(split)
 
 
 def _place(cell: layout.Cell) -> str:
