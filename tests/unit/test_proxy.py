@@ -16,9 +16,10 @@ import httpx
 import openai
 import pytest
 import torch
+from exactness_for_tests import require_exact
 from openai import AsyncOpenAI
 from scripted_engine_for_tests import ScriptedEngine, scripted_logprob
-from tokenizers_for_tests import byte_level_bpe, split_segmentation
+from tokenizers_for_tests import byte_level_bpe, split_segmentation, thinking_tokenizer
 from training_for_tests import counting_player, slow_logprobs
 
 from agentgym_rl.agent.engines.native import NativeEngine
@@ -212,6 +213,29 @@ async def test_sampled_ids_survive_tool_turns_whatever_their_spelling(style: str
     assert [call.token_ids for call in session.model.calls[:2]] == odd
     assert engine.prompts[-1] == trajectory.token_ids[: len(engine.prompts[-1])]
     assert session.model.calls[0].logprobs == [scripted_logprob(token) for token in odd[0]]
+
+
+@pytest.mark.parametrize("template", ["qwen3", "r1"])
+async def test_a_thinking_template_drops_earlier_thoughts_of_a_session(template: str) -> None:
+    renderer = Renderer(thinking_tokenizer(template))
+    replies = [renderer.reply_ids(f"<think>\nIdea {k}.\n</think>\n\nup") for k in range(3)]
+    engine = ScriptedEngine(replies)
+    async with proxied(engine, renderer) as (proxy, session), sdk(proxy, session) as client:
+        messages: list[Any] = [user("Go.")]
+        for k in range(3):
+            answer = await client.chat.completions.create(model="m", messages=messages)
+            assert f"Idea {k}" in (answer.choices[0].message.content or "")
+            messages += [{"role": "assistant", "content": answer.choices[0].message.content}, user("And then?")]
+    for k, prompt in enumerate(engine.prompts):
+        whole = renderer.tokenizer.apply_chat_template(
+            messages[: 1 + 2 * k], add_generation_prompt=True, return_dict=False
+        )
+        assert prompt == whole
+        assert "Idea" not in renderer.tokenizer.decode(prompt)
+    trajectory = recorded(session)
+    assert trajectory.num_segments == 3
+    completions = [Completion(ids, [scripted_logprob(token) for token in ids], "stop", 0) for ids in replies]
+    require_exact(trajectory, list(zip(engine.prompts, completions, strict=True)))
 
 
 async def test_streams_have_the_same_text_calls_and_usage() -> None:

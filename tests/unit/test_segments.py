@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from envs_for_tests import Counting
+from exactness_for_tests import require_exact
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted_engine_for_tests import ScriptedEngine
@@ -27,7 +28,7 @@ from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.agent.policy import EnginePolicy
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.rollout import rollout
-from agentgym_rl.agent.segments import Call, Stitcher, match_segment, segment_tokens, stitch
+from agentgym_rl.agent.segments import Call, Stitcher, assign_segment, match_segment, segment_tokens, stitch
 from agentgym_rl.agent.styles import STYLES
 from agentgym_rl.agent.templates import LLAMA3
 from agentgym_rl.environment.pool import LocalPool
@@ -65,26 +66,6 @@ class Staying(Counting):
 
     def step(self, text: str) -> Any:
         return replace(super().step(text), done=False)
-
-
-def require_exact(trajectory: Trajectory, calls: list[tuple[list[int], Completion]]) -> None:
-    """Check that each call's sampled ids are trained once, in a segment that has exactly its prompt before them."""
-    segments = trajectory.segments
-    sampled = [m for m in trajectory.messages if m.logprobs is not None]
-    assert len(sampled) == len(calls)
-    spans: dict[int, int] = {}
-    for message, (prompt_ids, completion) in zip(sampled, calls, strict=True):
-        segment = segments[message.segment]
-        start, end = len(prompt_ids), len(prompt_ids) + len(completion.token_ids)
-        assert segment.token_ids[:end] == [*prompt_ids, *completion.token_ids]
-        trained = [False] * message.untrained + [True] * (len(completion.token_ids) - message.untrained)
-        assert segment.loss_mask[start:end] == trained
-        logprobs = completion.logprobs[message.untrained :]
-        assert segment.logprobs[start + message.untrained : end] == logprobs
-        spans[message.segment] = spans.get(message.segment, 0) + sum(trained)
-    assert {i: sum(segment.loss_mask) for i, segment in enumerate(segments) if any(segment.loss_mask)} == spans
-    orders = sorted(k for segment in segments for k in segment.order)
-    assert orders == list(range(sum(spans.values())))
 
 
 def thoughtful(messages: list[Message]) -> list[Message]:
@@ -488,6 +469,30 @@ def test_stitched_segments_hold_every_call_exactly(data: st.DataObject) -> None:
             whole = segment_tokens(messages[: messages.index(first)], a)
             prompt = [*segments[first.prefix[0]].token_ids[: first.prefix[1]], *first.token_ids]  # type: ignore[index]
             assert prompt[: len(whole)] != whole
+
+
+def test_tokens_of_a_segment_follow_every_branch_before_it() -> None:
+    messages = [
+        Message("user", "", [1, 2, 3, 4]),
+        Message("user", "", [5, 6], segment=1, prefix=(0, 3)),
+        Message("user", "", [7], segment=2, prefix=(1, 2)),  # its prefix is shorter than its parent's
+        Message("user", "", [8], segment=3, prefix=(2, 1)),
+        Message("user", "", [9], segment=4, prefix=(1, 4)),
+        Message("user", "", [10], segment=1),  # appended after others have branched off
+    ]
+    expected = [[1, 2, 3, 4], [1, 2, 3, 5, 6, 10], [1, 2, 7], [1, 8], [1, 2, 3, 5, 9]]
+    assert [segment_tokens(messages, k) for k in range(5)] == expected
+    assert [segment.token_ids for segment in Trajectory("t", TASK, messages).segments] == expected
+
+
+def test_a_prompt_that_starts_a_segment_gets_a_number_of_its_own() -> None:
+    """The last message need not be in the newest segment."""
+    messages = stitch([Call([1, 2], [3], [-0.1]), Call([1, 9], [8], [-0.2]), Call([1, 2, 3, 4], [5], [-0.3])])
+    assert [m.segment for m in messages] == [0, 0, 1, 1, 0, 0]
+    message = assign_segment(messages, Message("user", "o"), [1, 2, 3, 7])
+    assert (message.segment, message.prefix, message.token_ids) == (2, (0, 3), [7])
+    continued = assign_segment(messages, Message("user", "o"), [1, 2, 3, 4, 5, 6])
+    assert (continued.segment, continued.prefix, continued.token_ids) == (0, None, [6])
 
 
 def test_the_example_of_the_guide_runs() -> None:
