@@ -23,7 +23,7 @@ from scripted_engine_for_tests import ScriptedEngine
 from tokenizers_for_tests import byte_level_bpe, thinking_tokenizer
 from training_for_tests import few
 
-from agentgym_rl.agent.context_management import ASK, FULL, LEFT_OUT, SUMMARISED, Context, view
+from agentgym_rl.agent.context_management import ASK, FULL, LEFT_OUT, SUMMARISED, Context, summary_request, view
 from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.agent.policy import EnginePolicy
 from agentgym_rl.agent.renderer import Renderer
@@ -417,6 +417,36 @@ def test_the_view_after_a_cut() -> None:
     assert [m.content for m in shown] == ["s", f"task\n\n{LEFT_OUT}\n\no3", "a3", "o4"]
 
 
+def test_the_view_after_a_cut_has_all_results_of_its_first_turn() -> None:
+    chat = [Message("user", "task"), Message("assistant", "a0")]
+    chat += [Message("tool", "r1"), Message("tool", "r2"), Message("assistant", "a1"), Message("user", "o2")]
+    chat[-1].dropped_turns = 1
+    shown = [(m.role, m.content) for m in view(chat)]
+    assert shown == [("user", f"task\n\n{LEFT_OUT}\n\nr1\n\nr2"), ("assistant", "a1"), ("user", "o2")]
+
+
+def test_the_view_after_two_summaries_has_the_last_without_its_thought() -> None:
+    chat = [Message("user", "task")]
+    for k in range(2):
+        summary = f"<think>\nThought {k}.\n</think>\n\nSummary {k}.\n"
+        chat += [Message("assistant", f"a{k}"), Message("user", ASK, purpose="summary")]
+        chat += [Message("assistant", summary, purpose="summary"), Message("user", f"o{k + 1}", dropped_turns=k + 1)]
+    assert [m.content for m in view(chat)] == [f"task\n\n{SUMMARISED}\nSummary 1.\n\no2"]
+
+
+def test_a_summary_is_asked_for_as_the_result_of_every_call() -> None:
+    calls = [ToolCall("count", {}, "call00003"), ToolCall("count", {}, "call00004")]
+    for made, expected in (
+        (None, [("user", ASK, "")]),
+        ([], [("user", ASK, "")]),
+        (calls[:1], [("tool", ASK, "call00003")]),
+        (calls, [("tool", "", "call00003"), ("tool", ASK, "call00004")]),
+    ):
+        request = summary_request([Message("user", "task"), Message("assistant", "", tool_calls=made)])
+        assert [(m.role, m.content, m.tool_call_id) for m in request] == expected
+        assert {m.purpose for m in request} == {"summary"}
+
+
 def test_calls_of_a_sub_agent_are_a_segment_of_their_own() -> None:
     main = [1, 2, 3]
     calls = [
@@ -493,6 +523,32 @@ def test_a_prompt_that_starts_a_segment_gets_a_number_of_its_own() -> None:
     assert (message.segment, message.prefix, message.token_ids) == (2, (0, 3), [7])
     continued = assign_segment(messages, Message("user", "o"), [1, 2, 3, 4, 5, 6])
     assert (continued.segment, continued.prefix, continued.token_ids) == (0, None, [6])
+
+
+@pytest.mark.parametrize(
+    ("prompt_ids", "prefix"),
+    [
+        ([1, 9], (0, 1)),
+        ([1, 2, 9], (0, 2)),  # segment 1 has these tokens from segment 0
+        ([1, 2, 4, 9], (1, 3)),  # one token is segment 1's own
+        ([1, 2, 4, 5, 9], (1, 4)),
+    ],
+)
+def test_a_new_segment_branches_off_the_oldest_one_with_its_prefix(
+    prompt_ids: list[int], prefix: tuple[int, int]
+) -> None:
+    messages = stitch([Call([1, 2], [3], [-0.1]), Call([1, 2, 4, 5], [6], [-0.2])])
+    message = assign_segment(messages, Message("user", "o"), prompt_ids)
+    assert (message.segment, message.prefix) == (2, prefix)
+    assert segment_tokens([*messages, message], 2) == prompt_ids
+    assert Trajectory("t", TASK, [*messages, message]).segments[2].token_ids == prompt_ids
+
+
+@pytest.mark.parametrize("length", range(10))
+def test_a_new_segment_starts_with_the_longest_prefix(length: int) -> None:
+    tokens, prompt_ids = [1] * length + [2] * (10 - length), [1] * length + [3] * 4
+    match = match_segment({0: tokens}, prompt_ids, 1)
+    assert (match.segment, match.prefix, match.added_ids) == (1, (0, length), [3] * 4)
 
 
 def test_the_example_of_the_guide_runs() -> None:
