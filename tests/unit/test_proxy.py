@@ -352,6 +352,49 @@ async def test_a_changed_history_starts_a_segment_with_the_shared_prefix() -> No
     assert sum(second.loss_mask) == len(replies[1])
 
 
+async def test_equal_conversations_of_two_sessions_keep_their_own_tokens() -> None:
+    renderer = renderer_of("chatml")
+    spellings = [renderer.encode("north"), split_segmentation(renderer.tokenizer, "north")]
+    assert spellings[0] != spellings[1]
+    engines = [ScriptedEngine([[*ids, renderer.end_of_turn]] * 2) for ids in spellings]
+    async with (
+        proxied(engines[0], renderer) as (proxy, first),
+        proxied(engines[1], renderer) as (other, second),
+        sdk(proxy, first) as client,
+        sdk(other, second) as other_client,
+    ):
+        messages: list[Any] = [user("Go.")]
+        for _ in range(2):
+            for caller in (client, other_client):
+                answer = await caller.chat.completions.create(model="m", messages=messages)
+                assert answer.choices[0].message.content == "north"
+            messages += [{"role": "assistant", "content": "north"}, user("And?")]
+    for session, engine, ids in zip((first, second), engines, spellings, strict=True):
+        trajectory = recorded(session)
+        assert trajectory.num_segments == 1
+        assert trajectory.token_ids == [*engine.prompts[1], *ids, renderer.end_of_turn]
+        sampled = [t for t, trained in zip(trajectory.token_ids, trajectory.loss_mask, strict=True) if trained]
+        assert sampled == [*ids, renderer.end_of_turn] * 2
+
+
+@pytest.mark.parametrize(("end", "added"), [("", "<|im_end|>"), ("<|im_end|>", ""), ("<|endoftext|>", "")])
+async def test_a_reply_without_an_end_gets_one_that_is_not_trained(end: str, added: str) -> None:
+    renderer = renderer_of("chatml")
+    reply = renderer.encode(f"north{end}")
+    engine = ScriptedEngine([reply] * 3)
+    async with proxied(engine, renderer) as (proxy, session), sdk(proxy, session) as client:
+        messages: list[Any] = [user("Go.")]
+        for _ in range(3):
+            await client.chat.completions.create(model="m", messages=messages)
+            messages += [{"role": "assistant", "content": "north"}, user("And?")]
+    following = [*renderer.encode(added), *renderer.follow_up("And?")]
+    assert engine.prompts[1] == [*engine.prompts[0], *reply, *following]
+    assert engine.prompts[2] == [*engine.prompts[1], *reply, *following]
+    trajectory = recorded(session)
+    mask = [True] * len(reply) + [False] * len(following)
+    assert trajectory.loss_mask == [False] * len(engine.prompts[0]) + mask * 2 + [True] * len(reply)
+
+
 async def test_a_system_message_may_be_the_last() -> None:
     """Pydantic AI asks for a retry that way."""
     renderer = renderer_of("chatml")
