@@ -30,7 +30,7 @@ from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.segments import stitch
 from agentgym_rl.training.scratch import build_model
 from agentgym_rl.training.settings import ScratchSettings
-from agentgym_rl.types import Completion, Limits, Sampling, Task, ToolCall, Trajectory
+from agentgym_rl.types import Completion, Limits, Message, Sampling, Task, ToolCall, Trajectory
 
 LIMITS = Limits(max_turns=5, max_new_tokens=400, max_context=4000)
 TASK: dict[str, Any] = {"env": "counting", "instruction": "", "observation": "Begin.", "tools": []}
@@ -375,6 +375,35 @@ async def test_equal_conversations_of_two_sessions_keep_their_own_tokens() -> No
         assert trajectory.token_ids == [*engine.prompts[1], *ids, renderer.end_of_turn]
         sampled = [t for t, trained in zip(trajectory.token_ids, trajectory.loss_mask, strict=True) if trained]
         assert sampled == [*ids, renderer.end_of_turn] * 2
+
+
+NORTH = {"role": "assistant", "content": "north"}
+SECOND_REQUESTS: dict[str, tuple[list[Any], bool, int]] = {
+    "continued": ([user("Go."), NORTH, user("And?")], True, 1),
+    "two messages": ([user("Go."), NORTH, user("And?"), user("Well?")], True, 1),
+    "system message": ([user("Go."), NORTH, {"role": "system", "content": "Reply."}], True, 1),
+    "another task": ([user("Stay."), NORTH, user("And?")], True, 2),
+    "space in the task": ([user(" Go.\n"), NORTH, user("And?")], True, 2),
+    "without tools": ([user("Go."), NORTH, user("And?")], False, 2),
+}
+"""Messages after a first request `Go.` with tools, whether they come with the tools, and segments of both requests."""
+
+
+@pytest.mark.parametrize("name", SECOND_REQUESTS)
+async def test_a_prompt_is_what_the_client_sent_with_replies_as_sampled(name: str) -> None:
+    renderer = renderer_of("chatml")
+    messages, with_tools, segments = SECOND_REQUESTS[name]
+    odd = [*split_segmentation(renderer.tokenizer, "north"), renderer.end_of_turn]
+    engine = ScriptedEngine([odd] * 2)
+    async with proxied(engine, renderer) as (proxy, session), sdk(proxy, session) as client:
+        await client.chat.completions.create(model="m", messages=[user("Go.")], tools=[COUNT])  # type: ignore[list-item]
+        more: dict[str, Any] = {"tools": [COUNT]} if with_tools else {}
+        await client.chat.completions.create(model="m", messages=messages, **more)
+    first, second = engine.prompts
+    whole = renderer.prompt([Message(m["role"], m["content"]) for m in messages], [COUNT] if with_tools else [])
+    assert renderer.tokenizer.decode(second) == renderer.tokenizer.decode(whole)
+    assert recorded(session).num_segments == segments
+    assert (second[: len(first) + len(odd)] == first + odd) is (segments == 1)
 
 
 @pytest.mark.parametrize(("end", "added"), [("", "<|im_end|>"), ("<|im_end|>", ""), ("<|endoftext|>", "")])
