@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -87,6 +88,18 @@ async def test_an_engine_that_returns_nonsense_is_an_error(
         await policy.reply([], "x", LIMITS)
     trajectory = await rollout(TASK, Corridor(), policy, LIMITS, id="t")
     assert trajectory.stop is StopReason.ERROR
+
+
+async def test_a_reply_sampled_by_two_versions_has_the_version_of_each_token() -> None:
+    class Updated(ScriptedEngine):
+        async def generate(self, prompt_ids: list[int], sampling: Sampling, session: str) -> Completion:
+            return Completion([9, 10, 11], [-1.0, -2.0, -3.0], "length", 4, [4, 4, 5])
+
+    renderer = Renderer(byte_level_bpe("chatml"), "chatml")
+    policy = EnginePolicy(Updated([]), renderer, Sampling(max_new_tokens=3))
+    trajectory = await rollout(TASK, Corridor(), policy, replace(LIMITS, max_turns=1), id="t")
+    assert trajectory.segments[0].versions == [4, 4, 5]
+    assert trajectory.versions == [4, 5]
 
 
 async def test_scripted_text_replies_need_an_encoder() -> None:

@@ -9,6 +9,7 @@ import os
 import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -28,6 +29,7 @@ from agentgym_rl.agent.proxy.chat import RecordedModel
 from agentgym_rl.agent.proxy.sessions import ProxySession
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.segments import stitch
+from agentgym_rl.errors import EngineError
 from agentgym_rl.training.scratch import build_model
 from agentgym_rl.training.settings import ScratchSettings
 from agentgym_rl.types import Completion, Limits, Message, Sampling, Task, ToolCall, Trajectory
@@ -352,29 +354,67 @@ async def test_a_changed_history_starts_a_segment_with_the_shared_prefix() -> No
     assert sum(second.loss_mask) == len(replies[1])
 
 
-async def test_equal_conversations_of_two_sessions_keep_their_own_tokens() -> None:
+@pytest.mark.parametrize("by_key", [False, True])
+async def test_equal_conversations_of_two_sessions_keep_their_own_tokens(by_key: bool) -> None:
     renderer = renderer_of("chatml")
     spellings = [renderer.encode("north"), split_segmentation(renderer.tokenizer, "north")]
     assert spellings[0] != spellings[1]
     engines = [ScriptedEngine([[*ids, renderer.end_of_turn]] * 2) for ids in spellings]
-    async with (
-        proxied(engines[0], renderer) as (proxy, first),
-        proxied(engines[1], renderer) as (other, second),
-        sdk(proxy, first) as client,
-        sdk(other, second) as other_client,
-    ):
+    async with proxied(engines[0], renderer) as (proxy, first):
+        second = ProxySession(RecordedModel(engines[1], renderer, Sampling(400), LIMITS, "s"), TASK)
+        proxy.sessions.open(second, claimable=False)
+        address: dict[str, Any] = {"base_url": f"{proxy.url}/v1"} if by_key else {}
         messages: list[Any] = [user("Go.")]
-        for _ in range(2):
-            for caller in (client, other_client):
-                answer = await caller.chat.completions.create(model="m", messages=messages)
-                assert answer.choices[0].message.content == "north"
-            messages += [{"role": "assistant", "content": "north"}, user("And?")]
+        async with sdk(proxy, first, **address) as client, sdk(proxy, second, **address) as other_client:
+            for _ in range(2):
+                for caller in (client, other_client):
+                    answer = await caller.chat.completions.create(model="m", messages=messages)
+                    assert answer.choices[0].message.content == "north"
+                messages += [{"role": "assistant", "content": "north"}, user("And?")]
+        proxy.sessions.end(second)
     for session, engine, ids in zip((first, second), engines, spellings, strict=True):
         trajectory = recorded(session)
         assert trajectory.num_segments == 1
         assert trajectory.token_ids == [*engine.prompts[1], *ids, renderer.end_of_turn]
         sampled = [t for t, trained in zip(trajectory.token_ids, trajectory.loss_mask, strict=True) if trained]
         assert sampled == [*ids, renderer.end_of_turn] * 2
+
+
+class Updated(ScriptedEngine):
+    """An engine whose weights are updated before the last token of a reply."""
+
+    async def generate(self, prompt_ids: list[int], sampling: Sampling, session: str) -> Completion:
+        completion = await super().generate(prompt_ids, sampling, session)
+        return replace(completion, versions=[self.version] * (len(completion.token_ids) - 1) + [self.version + 1])
+
+
+async def test_a_reply_sampled_by_two_versions_is_recorded_with_both() -> None:
+    renderer = renderer_of("chatml")
+    reply = renderer.reply_ids("north")
+    engine = Updated([reply])
+    engine.version = 4
+    async with proxied(engine, renderer) as (proxy, session), sdk(proxy, session) as client:
+        await client.chat.completions.create(model="m", messages=[user("Go.")])  # type: ignore[list-item]
+    assert recorded(session).segments[0].versions == [4] * (len(reply) - 1) + [5]
+    assert recorded(session).versions == [4, 5]
+
+
+class Broken(ScriptedEngine):
+    """An engine that loses the log-probability of the last token."""
+
+    async def generate(self, prompt_ids: list[int], sampling: Sampling, session: str) -> Completion:
+        completion = await super().generate(prompt_ids, sampling, session)
+        return replace(completion, logprobs=completion.logprobs[:-1])
+
+
+async def test_a_reply_without_a_logprob_for_each_token_is_not_recorded() -> None:
+    renderer = renderer_of("chatml")
+    engine = Broken([renderer.reply_ids("north")])
+    async with proxied(engine, renderer) as (proxy, session), sdk(proxy, session) as client:
+        with pytest.raises(openai.InternalServerError, match="one finite log-probability a token"):
+            await client.chat.completions.create(model="m", messages=[user("Go.")])  # type: ignore[list-item]
+    assert session.model.calls == []
+    assert isinstance(session.model.failure, EngineError)
 
 
 NORTH = {"role": "assistant", "content": "north"}
@@ -448,6 +488,7 @@ async def test_limits_and_stop_strings_are_kept() -> None:
         answer = await client.chat.completions.create(model="m", messages=[user("Go.")], stop="STOP", temperature=0.1)
         assert answer.choices[0].message.content == "one two "
         assert engine.samplings[0].temperature == 1.0, "the run decides the temperature"
+        assert engine.samplings[0].max_new_tokens == 80 - len(engine.prompts[0])
         assert session.model.calls[0].token_ids == renderer.reply_ids("one two STOP")
         answer = await client.chat.completions.create(model="m", messages=[user("Go.")], max_tokens=2)
         assert answer.choices[0].finish_reason == "length"
