@@ -262,6 +262,20 @@ async def test_streams_have_the_same_text_calls_and_usage() -> None:
         assert received[-1].usage.completion_tokens == len(replies[1])
 
 
+async def test_a_stream_begins_with_the_role_and_ends_with_done() -> None:
+    renderer = renderer_of("chatml")
+    engine = ScriptedEngine([renderer.reply_ids("north")])
+    async with proxied(engine, renderer) as (proxy, session), httpx.AsyncClient(timeout=60) as client:
+        links = proxy.links(session)
+        headers = {"Authorization": f"Bearer {links['api_key']}"}
+        body = {"messages": [user("Go.")], "stream": True}
+        answer = await client.post(f"{links['base_url']}/chat/completions", json=body, headers=headers)
+    *rows, last = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert last == "[DONE]"
+    deltas = [json.loads(row)["choices"][0]["delta"] for row in rows]
+    assert deltas == [{"role": "assistant", "content": ""}, {"content": "north"}, {}]
+
+
 async def test_streamed_calls_arrive_whole_and_continue_the_tokens() -> None:
     renderer = renderer_of("qwen")
     calls = [ToolCall("count", {"way": "up"}, "call00000"), ToolCall("count", {"way": "down"}, "call00001")]
@@ -685,6 +699,21 @@ async def test_a_client_that_dies_while_it_waits_for_an_episode_takes_none(monke
         answer = await client.post(f"{proxy.url}/sessions")
     assert answer.json()["id"] == waiting.id
     proxy.sessions.end(waiting)
+    await proxy.close()
+
+
+async def test_every_client_claims_an_episode_of_its_own_oldest_first() -> None:
+    proxy = Proxy()
+    await proxy.start()
+    model = RecordedModel(ScriptedEngine([]), renderer_of("chatml"), Sampling(9), LIMITS, "s")
+    sessions = [ProxySession(model, TASK) for _ in range(3)]
+    for session in sessions:
+        proxy.sessions.open(session, claimable=True)
+    async with httpx.AsyncClient(timeout=60) as client:
+        claimed = [(await client.post(f"{proxy.url}/sessions")).json()["id"] for _ in sessions]
+    assert claimed == [session.id for session in sessions]
+    for session in sessions:
+        proxy.sessions.end(session)
     await proxy.close()
 
 

@@ -287,6 +287,16 @@ async def test_a_summary_replaces_the_conversation() -> None:
     assert "Your context is nearly full" not in seen
 
 
+@pytest.mark.parametrize("template", ["chatml", "qwen3", "r1"])
+async def test_the_model_sees_the_request_for_a_summary_only_while_it_answers(template: str) -> None:
+    limits = Limits(max_turns=24, max_new_tokens=20, max_context=420)
+    trajectory, recorder, renderer = await scripted(template, ["up"] * 40, limits, context=Context("summary", 1, 24))
+    sampled = [m for m in trajectory.messages if m.logprobs is not None]
+    asked = [ASK in renderer.tokenizer.decode(prompt_ids) for prompt_ids, _ in recorder.calls]
+    assert asked == [m.purpose == "summary" for m in sampled]
+    assert sum(asked) > 1
+
+
 async def test_thoughts_that_are_kept_remain_in_a_cut_context() -> None:
     limits = Limits(max_turns=12, max_new_tokens=60, max_context=400)
     trajectory, recorder, renderer = await scripted(
