@@ -163,11 +163,16 @@ async def test_trained_ids_are_sampled_ids_and_engine_and_learner_agree(
 
 
 async def scripted(
-    template: str, replies: list[str], limits: Limits, options: dict[str, Any] | None = None, **policy: Any
+    template: str,
+    replies: list[str],
+    limits: Limits,
+    options: dict[str, Any] | None = None,
+    env: type[Counting] = Staying,
+    **policy: Any,
 ) -> tuple[Trajectory, Recorder, Renderer]:
     renderer = renderer_of(template, **(options or {}))
     recorder = Recorder(ScriptedEngine(replies, encode=renderer.reply_ids))
-    session = await LocalPool({"counting": Staying}).open("counting")
+    session = await LocalPool({"counting": env}).open("counting")
     player = EnginePolicy(recorder, renderer, Sampling(1), instruction=session.instruction, **policy)
     trajectory = await rollout(TASK, session, player, limits, id="t")
     await session.close()
@@ -289,8 +294,8 @@ async def test_a_summary_replaces_the_conversation() -> None:
 
 @pytest.mark.parametrize("template", ["chatml", "qwen3", "r1"])
 async def test_the_model_sees_the_request_for_a_summary_only_while_it_answers(template: str) -> None:
-    limits = Limits(max_turns=24, max_new_tokens=20, max_context=420)
-    trajectory, recorder, renderer = await scripted(template, ["up"] * 40, limits, context=Context("summary", 1, 24))
+    limits = Limits(max_turns=40, max_new_tokens=20, max_context=420)
+    trajectory, recorder, renderer = await scripted(template, ["up"] * 60, limits, context=Context("summary", 1, 24))
     sampled = [m for m in trajectory.messages if m.logprobs is not None]
     asked = [ASK in renderer.tokenizer.decode(prompt_ids) for prompt_ids, _ in recorder.calls]
     assert asked == [m.purpose == "summary" for m in sampled]
@@ -312,6 +317,22 @@ async def test_without_space_for_a_reply_after_a_cut_the_episode_ends() -> None:
     limits = Limits(max_turns=12, max_new_tokens=20, max_context=70)
     trajectory, _, _ = await scripted("chatml", ["up"] * 12, limits, context=Context("window", 2))
     assert trajectory.stop in (StopReason.MAX_CONTEXT, StopReason.LENGTH)
+
+
+class Talkative(Staying):
+    """Answers with more than the context can hold."""
+
+    def step(self, text: str) -> Any:
+        return replace(super().step(text), observation="You are somewhere. " * 200)
+
+
+async def test_a_summary_is_trained_even_if_no_reply_fits_after_it() -> None:
+    limits = Limits(max_turns=4, max_new_tokens=20, max_context=420)
+    trajectory, recorder, _ = await scripted(
+        "chatml", ["up", "I counted."], limits, env=Talkative, context=Context("summary", 1, 24)
+    )
+    assert (trajectory.stop, trajectory.num_turns, len(recorder.calls)) == (StopReason.MAX_CONTEXT, 1, 2)
+    assert [m.content for m in trajectory.messages if m.logprobs is not None] == ["up", "I counted."]
 
 
 class Tooled(Staying):
