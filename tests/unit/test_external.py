@@ -172,6 +172,7 @@ async def test_trained_ids_of_a_program_are_the_sampled_ids_of_its_calls(player:
     assert trajectory.num_segments == 4, "the main agent's conversation is one segment, each sub-agent's another"
     sampled_turns = [turn for m, turn in zip(trajectory.messages, trajectory.turns, strict=True) if m.logprobs]
     assert sampled_turns == [0, 0, 1, 1, 2, 2]
+    assert [m.purpose for m in trajectory.messages] == ["call", "call", "", ""] * 3
 
 
 @both_starts

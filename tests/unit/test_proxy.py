@@ -349,6 +349,23 @@ async def test_the_responses_api_plays_calls_and_continues_the_tokens() -> None:
                 await client.responses.create(model="m", **unsupported)
 
 
+async def test_text_and_calls_of_a_response_are_one_reply_when_they_are_repeated() -> None:
+    renderer = renderer_of("qwen")
+    calls = [ToolCall("count", {"way": way}, f"call{i:05d}") for i, way in enumerate(("up", "down"))]
+    reply = renderer.reply_ids("Well.", calls)
+    engine = ScriptedEngine([reply, renderer.reply_ids("Bye.")])
+    async with proxied(engine, renderer) as (proxy, session), sdk(proxy, session) as client:
+        tools: list[Any] = [{"type": "function", **COUNT["function"], "strict": False}]  # type: ignore[dict-item]
+        items: list[Any] = [user("Go.")]
+        first = await client.responses.create(model="m", input=items, tools=tools)
+        assert [item.type for item in first.output] == ["message", "function_call", "function_call"]
+        items += [item.model_dump() for item in first.output]
+        items += [{"type": "function_call_output", "call_id": call.id, "output": "At 1."} for call in calls]
+        await client.responses.create(model="m", input=items, tools=tools)
+    assert engine.prompts[1][: len(engine.prompts[0]) + len(reply)] == [*engine.prompts[0], *reply]
+    assert recorded(session).num_segments == 1
+
+
 async def test_a_changed_history_starts_a_segment_with_the_shared_prefix() -> None:
     renderer = renderer_of("chatml")
     replies = [renderer.reply_ids(text) for text in ("north", "south", "west")]

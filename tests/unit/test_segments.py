@@ -319,6 +319,27 @@ async def test_without_space_for_a_reply_after_a_cut_the_episode_ends() -> None:
     assert trajectory.stop in (StopReason.MAX_CONTEXT, StopReason.LENGTH)
 
 
+@pytest.mark.parametrize("kind", ["window", "summary"])
+async def test_the_context_is_cut_only_if_a_whole_reply_does_not_fit(kind: Any) -> None:
+    _, recorder, renderer = await scripted("chatml", ["up"] * 2, replace(LIMITS, max_turns=2))
+    needed = len(recorder.calls[1][0]) + 20
+    if kind == "summary":
+        needed += 24 + 1 + len(renderer.follow_up(ASK))  # the request follows an end of turn, which may be missing
+    for max_context, segments in ((needed, 1), (needed - 1, 2)):
+        limits = Limits(max_turns=2, max_new_tokens=20, max_context=max_context)
+        trajectory, _, _ = await scripted("chatml", ["up"] * 3, limits, context=Context(kind, 1, 24))
+        assert (trajectory.num_turns, trajectory.num_segments) == (2, segments)
+
+
+@pytest.mark.parametrize("kind", ["window", "summary"])
+async def test_without_a_turn_to_leave_out_the_first_reply_is_cut(kind: Any) -> None:
+    _, recorder, _ = await scripted("chatml", ["up"], replace(LIMITS, max_turns=1))
+    limits = Limits(max_turns=2, max_new_tokens=20, max_context=len(recorder.calls[0][0]) + 3)
+    trajectory, recorder, _ = await scripted("chatml", ["up and up and up"], limits, context=Context(kind, 1, 24))
+    assert (trajectory.stop, trajectory.num_turns) == (StopReason.MAX_CONTEXT, 1)
+    assert len(recorder.calls[0][1].token_ids) == 3
+
+
 class Talkative(Staying):
     """Answers with more than the context can hold."""
 
@@ -333,6 +354,18 @@ async def test_a_summary_is_trained_even_if_no_reply_fits_after_it() -> None:
     )
     assert (trajectory.stop, trajectory.num_turns, len(recorder.calls)) == (StopReason.MAX_CONTEXT, 1, 2)
     assert [m.content for m in trajectory.messages if m.logprobs is not None] == ["up", "I counted."]
+
+
+async def test_a_summary_has_at_most_the_tokens_that_are_left_in_the_context() -> None:
+    _, recorder, renderer = await scripted("chatml", ["up"], replace(LIMITS, max_turns=1))
+    [(prompt_ids, completion)] = recorder.calls
+    asked = [*prompt_ids, *completion.token_ids, *renderer.follow_up(ASK)]
+    limits = Limits(max_turns=4, max_new_tokens=20, max_context=len(asked) + 5)
+    replies = ["up", "I counted up and up again.", "up", "down"]
+    trajectory, recorder, _ = await scripted("chatml", replies, limits, context=Context("summary", 1, 24))
+    assert recorder.calls[1][0] == asked
+    assert len(recorder.calls[1][1].token_ids) == 5
+    assert all(len(segment.token_ids) <= limits.max_context for segment in trajectory.segments)
 
 
 class Tooled(Staying):
@@ -370,6 +403,8 @@ async def test_the_context_of_tool_turns_is_cut_exactly(kind: Any) -> None:
     last = renderer.tokenizer.decode(recorder.calls[-1][0])
     assert (LEFT_OUT if kind == "window" else SUMMARISED) in last
     assert '"name": "count"' in last  # the tools remain
+    summaries = [m for m in trajectory.messages if m.purpose and m.role == "assistant"]
+    assert all(m.tool_calls is None and m.content == CALL for m in summaries), "a call in a summary is text"
 
 
 ONE_CALL = LLAMA3.replace(
