@@ -59,6 +59,7 @@ SETTINGS = {
     "ppo-two-level": {"algorithm": "ppo", "credit": "two_level"},
     "constant": {"aggregate": "constant", "aggregate_length": 9},
     "token": {"aggregate": "token"},
+    "trajectory": {"aggregate": "trajectory"},
     "penalty": {"overlong": "penalty", "overlong_buffer": 2},
 }
 
@@ -84,6 +85,17 @@ def test_advantages_and_weights_are_those_of_the_linear_episode(name: str) -> No
         assert in_order(parts, "logprobs") == sample.logprobs
         assert [branched.weights[i] for i in own] == pytest.approx([linear.weights[episode]] * len(own))
         assert sum(sum(p.loss_mask) for p in parts) == sum(sample.loss_mask)
+
+
+def test_episodes_weigh_the_same_however_many_segments_they_have() -> None:
+    settings = RLSettings(zero_variance="keep", aggregate="trajectory")
+    linear, branched = group(1, [0.0, 1.0], turns=4).trajectories
+    batch = estimate(gather([Group(linear.task, [linear, split(branched)])], settings), settings)
+    assert batch.episode_of_sample == [0, 1, 1, 1, 1]
+    weights = [0.0, 0.0]
+    for episode, sample, weight in zip(batch.episode_of_sample, batch.samples, batch.weights, strict=True):
+        weights[episode] += weight * sum(sample.loss_mask)
+    assert weights == pytest.approx([0.5, 0.5])
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])
