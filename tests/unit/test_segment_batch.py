@@ -11,11 +11,11 @@ import pytest
 import torch
 from training_for_tests import Catching, group, tiny_model, varied_groups
 
-from agentgym_rl.agent.segments import segment_tokens
+from agentgym_rl.agent.segments import Call, segment_tokens, stitch
 from agentgym_rl.training.batch import Batch, estimate, gather, sample_parts, split_batch, to_samples
 from agentgym_rl.training.metrics import episode_metrics
 from agentgym_rl.training.settings import OptimizerSettings, RLSettings
-from agentgym_rl.types import Group, Limits, Message, Trajectory, in_order
+from agentgym_rl.types import Group, Limits, Message, StopReason, Task, Trajectory, in_order
 
 torch.set_num_threads(1)
 LIMITS = {"toy": Limits(max_turns=8, max_new_tokens=4, max_context=500)}
@@ -134,6 +134,21 @@ def test_a_segment_without_a_reply_is_no_sample_and_its_state_is_missing() -> No
     assert len(to_samples(branched, keep_tail=True)) == linear.num_turns
     missing = [gather([Group(linear.task, [t])], settings).last_observation_missing for t in (linear, branched)]
     assert missing == [[False], [True]]
+
+
+@pytest.mark.parametrize(("prompts", "last"), [(([1], [9], [1, 2, 3]), 0), (([1], [1, 2, 3], [9]), 1)])
+def test_a_truncated_episode_is_valued_in_the_segment_that_it_ended_in(
+    prompts: tuple[list[int], ...], last: int
+) -> None:
+    settings = RLSettings(algorithm="ppo", credit="turns")
+    messages = stitch([Call(prompt_ids, [2], [-0.5]) for prompt_ids in prompts])
+    played = Trajectory("t", Task("toy", 0), messages, [0.0] * 3, [{}] * 3, StopReason.MAX_TURNS, horizon=3)
+    batch = gather([Group(played.task, [played])], settings)
+    assert len(batch.samples) == 2
+    fill(batch)
+    for k, sample in enumerate(batch.samples):
+        sample.last_value = 10.0 + k
+    assert estimate(batch, settings).episodes[0].last_value == 10.0 + last
 
 
 def test_metrics_count_segments_only_if_there_are_several() -> None:

@@ -340,11 +340,30 @@ async def test_without_a_turn_to_leave_out_the_first_reply_is_cut(kind: Any) -> 
     assert len(recorder.calls[0][1].token_ids) == 3
 
 
+async def test_a_window_keeps_fewer_turns_if_they_do_not_fit() -> None:
+    limits = Limits(max_turns=30, max_new_tokens=20, max_context=200)
+    trajectory, recorder, _ = await scripted("chatml", ["up"] * 30, limits, context=Context("window", 30))
+    assert trajectory.num_turns == 30
+    assert all(len(prompt_ids) + 20 <= 200 for prompt_ids, _ in recorder.calls)
+    cuts = [(turn, m.dropped_turns) for m, turn in zip(trajectory.messages, trajectory.turns, strict=True)]
+    kept = [turn - dropped for turn, dropped in cuts if dropped]
+    assert min(kept) > 0
+
+
 class Talkative(Staying):
     """Answers with more than the context can hold."""
 
     def step(self, text: str) -> Any:
         return replace(super().step(text), observation="You are somewhere. " * 200)
+
+
+@pytest.mark.parametrize("template", ["chatml", "qwen3"])
+async def test_a_last_observation_that_does_not_fit_has_no_tokens(template: str) -> None:
+    limits = Limits(max_turns=1, max_new_tokens=20, max_context=420)
+    trajectory, _, _ = await scripted(template, ["up"], limits, env=Talkative)
+    assert trajectory.stop is StopReason.MAX_TURNS
+    assert trajectory.messages[-1].content.startswith("You are somewhere.")
+    assert trajectory.messages[-1].token_ids == []
 
 
 async def test_a_summary_is_trained_even_if_no_reply_fits_after_it() -> None:
