@@ -231,6 +231,9 @@ async def test_untrained_thoughts_have_no_loss() -> None:
     assert renderer.thought_length(renderer.encode("<think>\nnever closed")) == len(
         renderer.encode("<think>\nnever closed")
     )
+    ids = renderer.encode("<think>\nup\n</think>\nor down\n</think>\n\nup again and again<|im_end|>")
+    thought = renderer.tokenizer.decode(ids[: renderer.thought_length(ids)])
+    assert thought == "<think>\nup\n</think>\nor down\n</think>", "up to the last end of a thought"
     opened = renderer_of("r1").encode("still thinking")
     assert renderer_of("r1").thought_length(opened) == len(opened)
 
