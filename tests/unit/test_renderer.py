@@ -114,11 +114,15 @@ def test_a_cut_conversation_keeps_replies_as_sampled_with_one_end_each() -> None
 
 def test_cached_ids_cannot_be_changed_by_callers() -> None:
     renderer, opening = renderer_of("chatml"), chat("go north", system="walk")
-    first, follow_up = renderer.prompt(opening), renderer.follow_up("a wall")
+    results = [Message("tool", "a wall", tool_call_id="call00000")]
+    first, follow_up = list(renderer.prompt(opening)), list(renderer.follow_up("a wall"))
+    tool_results = list(renderer.tool_results(results))
     renderer.prompt(opening).append(7)
     renderer.follow_up("a wall").clear()
+    renderer.tool_results(results).clear()
     renderer.opening(opening)[1].token_ids.clear()
     assert (renderer.prompt(opening), renderer.follow_up("a wall")) == (first, follow_up)
+    assert renderer.tool_results(results) == tool_results
 
 
 @pytest.mark.parametrize("style", STYLES)

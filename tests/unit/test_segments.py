@@ -553,6 +553,15 @@ def test_calls_of_a_sub_agent_are_a_segment_of_their_own() -> None:
     assert next(s.turn_index for s in segments) == [-1, -1, -1, 0, -1, 3]
 
 
+def test_a_reply_without_logprobs_is_not_trained() -> None:
+    """Replies of an oracle, of another player or of a parent in a tree have ids, because later turns follow them."""
+    messages = [Message("user", "o", [1]), Message("assistant", "a", [2, 3]), Message("user", "o", [4])]
+    messages.append(Message("assistant", "a", [5], [-0.5], version=2))
+    [segment] = Trajectory("t", TASK, messages, [0.0] * 2, [{}] * 2).segments
+    assert segment.loss_mask == [False] * 4 + [True]
+    assert (segment.turn_index, segment.versions, segment.order) == ([-1] * 4 + [1], [2], [0])
+
+
 def test_a_linear_trajectory_of_calls_is_one_segment() -> None:
     calls = [Call([1], [2], [-0.1]), Call([1, 2, 3], [4], [-0.2]), Call([1, 2, 3, 4, 5], [6], [-0.3])]
     [segment] = Trajectory("t", TASK, stitch(calls)).segments
