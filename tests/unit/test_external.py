@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 from envs_for_tests import Counting
+from exactness_for_tests import require_exact
 from pydantic import ValidationError
-from scripted_engine_for_tests import ScriptedEngine
-from tokenizers_for_tests import byte_level_bpe
+from scripted_engine_for_tests import ScriptedEngine, scripted_logprob
+from tokenizers_for_tests import byte_level_bpe, split_segmentation
 
 from agentgym_rl.agent.collect import Collector
 from agentgym_rl.agent.proxy.app import Proxy
@@ -28,7 +29,9 @@ from agentgym_rl.config import AgentConfig, Config
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.run.preflight import require_program
-from agentgym_rl.types import Limits, Sampling, StopReason, Task, Trajectory
+from agentgym_rl.training.batch import gather
+from agentgym_rl.training.settings import RLSettings
+from agentgym_rl.types import Completion, Group, Limits, Sampling, StopReason, Task, Trajectory
 from agentgym_rl.viewer.replays import shown_calls
 
 LIMITS = Limits(max_turns=6, max_new_tokens=40, max_context=400)
@@ -134,6 +137,42 @@ async def test_several_calls_of_one_turn_are_all_trained(player: Player) -> None
     turns = [turn for segment in trajectory.segments for turn in segment.turn_index if turn >= 0]
     assert set(turns) == set(range(trajectory.num_turns))
     assert {m.purpose for m in trajectory.messages} == {"", "call"}
+
+
+async def test_trained_ids_of_a_program_are_the_sampled_ids_of_its_calls(player: Player) -> None:
+    """Every call has another reply, which no encoder would spell like that. The last ones overflow the context."""
+    renderer = renderer_of()
+    texts = ["first idea", "up", "second thought", "up again", "third", "up"]
+    replies = [[*split_segmentation(renderer.tokenizer, text), renderer.end_of_turn] for text in texts]
+    player.engine = ScriptedEngine(replies)
+    player.engine.version = 3
+    code = """
+    episode = Episode.from_environment()
+    messages = []
+    def say(text):
+        messages.append({"role": "user", "content": text})
+        body = json.dumps({"messages": messages}).encode()
+        headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+        url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+        with urllib.request.urlopen(urllib.request.Request(url, body, headers)) as answer:
+            messages.append(json.load(answer)["choices"][0]["message"])
+    for turn in range(2):
+        ask(episode, f"A sub-agent in turn {turn}.")
+        say(f"The main agent in turn {turn}.")
+        episode.step("up")
+    ask(episode, "A sub-agent before the end.")
+    say("The main agent before the end.")
+    say("word " * 1000)
+    """
+    [trajectory] = await player.play(player.program(code))
+    assert (trajectory.stop, trajectory.num_turns) == (StopReason.MAX_CONTEXT, 3)
+    assert len(player.engine.prompts) == len(replies)
+    completions = [Completion(ids, [scripted_logprob(token) for token in ids], "stop", 3) for ids in replies]
+    require_exact(trajectory, list(zip(player.engine.prompts, completions, strict=True)))
+    assert trajectory.num_segments == 4, "the main agent's conversation is one segment, each sub-agent's another"
+    sampled_turns = [turn for m, turn in zip(trajectory.messages, trajectory.turns, strict=True) if m.logprobs]
+    assert sampled_turns == [0, 0, 1, 1, 2, 2]
+    assert [m.purpose for m in trajectory.messages] == ["call", "call", "", ""] * 3
 
 
 @both_starts
@@ -276,6 +315,23 @@ async def test_a_full_context_that_the_program_cannot_handle_is_a_truncation(pla
     """
     [trajectory] = await player.play(player.program(code))
     assert (trajectory.stop, trajectory.num_turns) == (StopReason.MAX_CONTEXT, 1)
+
+
+@pytest.mark.parametrize("turns", [0, 1])
+async def test_calls_of_a_turn_that_overflows_are_trained_as_a_turn(player: Player, turns: int) -> None:
+    code = f"""
+    episode = Episode.from_environment()
+    for _ in range({turns}):
+        episode.step(ask(episode, episode.observation))
+    ask(episode, "Think.")
+    ask(episode, "Think again.")
+    ask(episode, "word " * 1000)
+    """
+    [trajectory] = await player.play(player.program(code))
+    assert (trajectory.stop, trajectory.rewards) == (StopReason.MAX_CONTEXT, [0.25] * turns + [0.0])
+    [episode] = gather([Group(trajectory.task, [trajectory])], RLSettings()).episodes
+    length = len(renderer_of().reply_ids("up"))
+    assert episode.lengths == [length] * turns + [2 * length]
 
 
 @both_starts

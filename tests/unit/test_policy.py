@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.rollout import rollout
 from agentgym_rl.common.seeds import stable_seed
 from agentgym_rl.errors import EngineError, EnvError
-from agentgym_rl.types import Completion, Sampling, StopReason
+from agentgym_rl.types import Completion, Message, Sampling, StopReason
 
 
 def test_stable_seed_is_the_same_in_every_process() -> None:
@@ -87,6 +88,33 @@ async def test_an_engine_that_returns_nonsense_is_an_error(
         await policy.reply([], "x", LIMITS)
     trajectory = await rollout(TASK, Corridor(), policy, LIMITS, id="t")
     assert trajectory.stop is StopReason.ERROR
+
+
+async def test_a_reply_sampled_by_two_versions_has_the_version_of_each_token() -> None:
+    class Updated(ScriptedEngine):
+        async def generate(self, prompt_ids: list[int], sampling: Sampling, session: str) -> Completion:
+            return Completion([9, 10, 11], [-1.0, -2.0, -3.0], "length", 4, [4, 4, 5])
+
+    renderer = Renderer(byte_level_bpe("chatml"), "chatml")
+    policy = EnginePolicy(Updated([]), renderer, Sampling(max_new_tokens=3))
+    trajectory = await rollout(TASK, Corridor(), policy, replace(LIMITS, max_turns=1), id="t")
+    assert trajectory.segments[0].versions == [4, 4, 5]
+    assert trajectory.versions == [4, 5]
+
+
+async def test_a_prompt_is_that_of_the_given_conversation_even_if_it_is_another() -> None:
+    renderer = Renderer(byte_level_bpe("chatml"), "chatml")
+    engine = ScriptedEngine([renderer.reply_ids("go")] * 3)
+    policy = EnginePolicy(engine, renderer, Sampling(max_new_tokens=3))
+    end = renderer.end_of_turn
+    played = [Message("user", "a", [5, 6]), Message("assistant", "b", [7, end])]
+    other = [Message("user", "c", [15, 16, 17]), Message("assistant", "d", [18, end])]
+    for messages in (played, other, []):
+        await policy.reply(messages, "room", LIMITS)
+    new_ids = renderer.follow_up("room")
+    assert engine.prompts[0] == [5, 6, 7, end, *new_ids]
+    assert engine.prompts[1] == [15, 16, 17, 18, end, *new_ids]
+    assert engine.prompts[2] == renderer.prompt([Message("user", "room")])
 
 
 async def test_scripted_text_replies_need_an_encoder() -> None:

@@ -9,6 +9,7 @@ import os
 import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -16,9 +17,10 @@ import httpx
 import openai
 import pytest
 import torch
+from exactness_for_tests import require_exact
 from openai import AsyncOpenAI
 from scripted_engine_for_tests import ScriptedEngine, scripted_logprob
-from tokenizers_for_tests import byte_level_bpe, split_segmentation
+from tokenizers_for_tests import byte_level_bpe, split_segmentation, thinking_tokenizer
 from training_for_tests import counting_player, slow_logprobs
 
 from agentgym_rl.agent.engines.native import NativeEngine
@@ -27,9 +29,10 @@ from agentgym_rl.agent.proxy.chat import RecordedModel
 from agentgym_rl.agent.proxy.sessions import ProxySession
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.segments import stitch
+from agentgym_rl.errors import EngineError
 from agentgym_rl.training.scratch import build_model
 from agentgym_rl.training.settings import ScratchSettings
-from agentgym_rl.types import Completion, Limits, Sampling, Task, ToolCall, Trajectory
+from agentgym_rl.types import Completion, Limits, Message, Sampling, Task, ToolCall, Trajectory
 
 LIMITS = Limits(max_turns=5, max_new_tokens=400, max_context=4000)
 TASK: dict[str, Any] = {"env": "counting", "instruction": "", "observation": "Begin.", "tools": []}
@@ -214,6 +217,29 @@ async def test_sampled_ids_survive_tool_turns_whatever_their_spelling(style: str
     assert session.model.calls[0].logprobs == [scripted_logprob(token) for token in odd[0]]
 
 
+@pytest.mark.parametrize("template", ["qwen3", "r1"])
+async def test_a_thinking_template_drops_earlier_thoughts_of_a_session(template: str) -> None:
+    renderer = Renderer(thinking_tokenizer(template))
+    replies = [renderer.reply_ids(f"<think>\nIdea {k}.\n</think>\n\nup") for k in range(3)]
+    engine = ScriptedEngine(replies)
+    async with proxied(engine, renderer) as (proxy, session), sdk(proxy, session) as client:
+        messages: list[Any] = [user("Go.")]
+        for k in range(3):
+            answer = await client.chat.completions.create(model="m", messages=messages)
+            assert f"Idea {k}" in (answer.choices[0].message.content or "")
+            messages += [{"role": "assistant", "content": answer.choices[0].message.content}, user("And then?")]
+    for k, prompt in enumerate(engine.prompts):
+        whole = renderer.tokenizer.apply_chat_template(
+            messages[: 1 + 2 * k], add_generation_prompt=True, return_dict=False
+        )
+        assert prompt == whole
+        assert "Idea" not in renderer.tokenizer.decode(prompt)
+    trajectory = recorded(session)
+    assert trajectory.num_segments == 3
+    completions = [Completion(ids, [scripted_logprob(token) for token in ids], "stop", 0) for ids in replies]
+    require_exact(trajectory, list(zip(engine.prompts, completions, strict=True)))
+
+
 async def test_streams_have_the_same_text_calls_and_usage() -> None:
     renderer = renderer_of("qwen")
     replies = [renderer.reply_ids("Well.", [ToolCall("count", {"way": "up"}, "call00000")]), renderer.reply_ids("Bye.")]
@@ -234,6 +260,20 @@ async def test_streams_have_the_same_text_calls_and_usage() -> None:
         assert "".join(c.choices[0].delta.content or "" for c in received if c.choices) == "Bye."
         assert received[-1].usage is not None
         assert received[-1].usage.completion_tokens == len(replies[1])
+
+
+async def test_a_stream_begins_with_the_role_and_ends_with_done() -> None:
+    renderer = renderer_of("chatml")
+    engine = ScriptedEngine([renderer.reply_ids("north")])
+    async with proxied(engine, renderer) as (proxy, session), httpx.AsyncClient(timeout=60) as client:
+        links = proxy.links(session)
+        headers = {"Authorization": f"Bearer {links['api_key']}"}
+        body = {"messages": [user("Go.")], "stream": True}
+        answer = await client.post(f"{links['base_url']}/chat/completions", json=body, headers=headers)
+    *rows, last = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert last == "[DONE]"
+    deltas = [json.loads(row)["choices"][0]["delta"] for row in rows]
+    assert deltas == [{"role": "assistant", "content": ""}, {"content": "north"}, {}]
 
 
 async def test_streamed_calls_arrive_whole_and_continue_the_tokens() -> None:
@@ -309,6 +349,23 @@ async def test_the_responses_api_plays_calls_and_continues_the_tokens() -> None:
                 await client.responses.create(model="m", **unsupported)
 
 
+async def test_text_and_calls_of_a_response_are_one_reply_when_they_are_repeated() -> None:
+    renderer = renderer_of("qwen")
+    calls = [ToolCall("count", {"way": way}, f"call{i:05d}") for i, way in enumerate(("up", "down"))]
+    reply = renderer.reply_ids("Well.", calls)
+    engine = ScriptedEngine([reply, renderer.reply_ids("Bye.")])
+    async with proxied(engine, renderer) as (proxy, session), sdk(proxy, session) as client:
+        tools: list[Any] = [{"type": "function", **COUNT["function"], "strict": False}]  # type: ignore[dict-item]
+        items: list[Any] = [user("Go.")]
+        first = await client.responses.create(model="m", input=items, tools=tools)
+        assert [item.type for item in first.output] == ["message", "function_call", "function_call"]
+        items += [item.model_dump() for item in first.output]
+        items += [{"type": "function_call_output", "call_id": call.id, "output": "At 1."} for call in calls]
+        await client.responses.create(model="m", input=items, tools=tools)
+    assert engine.prompts[1][: len(engine.prompts[0]) + len(reply)] == [*engine.prompts[0], *reply]
+    assert recorded(session).num_segments == 1
+
+
 async def test_a_changed_history_starts_a_segment_with_the_shared_prefix() -> None:
     renderer = renderer_of("chatml")
     replies = [renderer.reply_ids(text) for text in ("north", "south", "west")]
@@ -326,6 +383,116 @@ async def test_a_changed_history_starts_a_segment_with_the_shared_prefix() -> No
     assert second.token_ids == [*engine.prompts[1], *replies[1]]
     assert sum(first.loss_mask) == len(replies[0]) + len(replies[2])
     assert sum(second.loss_mask) == len(replies[1])
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+async def test_equal_conversations_of_two_sessions_keep_their_own_tokens(by_key: bool) -> None:
+    renderer = renderer_of("chatml")
+    spellings = [renderer.encode("north"), split_segmentation(renderer.tokenizer, "north")]
+    assert spellings[0] != spellings[1]
+    engines = [ScriptedEngine([[*ids, renderer.end_of_turn]] * 2) for ids in spellings]
+    async with proxied(engines[0], renderer) as (proxy, first):
+        second = ProxySession(RecordedModel(engines[1], renderer, Sampling(400), LIMITS, "s"), TASK)
+        proxy.sessions.open(second, claimable=False)
+        address: dict[str, Any] = {"base_url": f"{proxy.url}/v1"} if by_key else {}
+        messages: list[Any] = [user("Go.")]
+        async with sdk(proxy, first, **address) as client, sdk(proxy, second, **address) as other_client:
+            for _ in range(2):
+                for caller in (client, other_client):
+                    answer = await caller.chat.completions.create(model="m", messages=messages)
+                    assert answer.choices[0].message.content == "north"
+                messages += [{"role": "assistant", "content": "north"}, user("And?")]
+        proxy.sessions.end(second)
+    for session, engine, ids in zip((first, second), engines, spellings, strict=True):
+        trajectory = recorded(session)
+        assert trajectory.num_segments == 1
+        assert trajectory.token_ids == [*engine.prompts[1], *ids, renderer.end_of_turn]
+        sampled = [t for t, trained in zip(trajectory.token_ids, trajectory.loss_mask, strict=True) if trained]
+        assert sampled == [*ids, renderer.end_of_turn] * 2
+
+
+class Updated(ScriptedEngine):
+    """An engine whose weights are updated before the last token of a reply."""
+
+    async def generate(self, prompt_ids: list[int], sampling: Sampling, session: str) -> Completion:
+        completion = await super().generate(prompt_ids, sampling, session)
+        return replace(completion, versions=[self.version] * (len(completion.token_ids) - 1) + [self.version + 1])
+
+
+async def test_a_reply_sampled_by_two_versions_is_recorded_with_both() -> None:
+    renderer = renderer_of("chatml")
+    reply = renderer.reply_ids("north")
+    engine = Updated([reply])
+    engine.version = 4
+    async with proxied(engine, renderer) as (proxy, session), sdk(proxy, session) as client:
+        await client.chat.completions.create(model="m", messages=[user("Go.")])  # type: ignore[list-item]
+    assert recorded(session).segments[0].versions == [4] * (len(reply) - 1) + [5]
+    assert recorded(session).versions == [4, 5]
+
+
+class Broken(ScriptedEngine):
+    """An engine that loses the log-probability of the last token."""
+
+    async def generate(self, prompt_ids: list[int], sampling: Sampling, session: str) -> Completion:
+        completion = await super().generate(prompt_ids, sampling, session)
+        return replace(completion, logprobs=completion.logprobs[:-1])
+
+
+async def test_a_reply_without_a_logprob_for_each_token_is_not_recorded() -> None:
+    renderer = renderer_of("chatml")
+    engine = Broken([renderer.reply_ids("north")])
+    async with proxied(engine, renderer) as (proxy, session), sdk(proxy, session) as client:
+        with pytest.raises(openai.InternalServerError, match="one finite log-probability a token"):
+            await client.chat.completions.create(model="m", messages=[user("Go.")])  # type: ignore[list-item]
+    assert session.model.calls == []
+    assert isinstance(session.model.failure, EngineError)
+
+
+NORTH = {"role": "assistant", "content": "north"}
+SECOND_REQUESTS: dict[str, tuple[list[Any], bool, int]] = {
+    "continued": ([user("Go."), NORTH, user("And?")], True, 1),
+    "two messages": ([user("Go."), NORTH, user("And?"), user("Well?")], True, 1),
+    "system message": ([user("Go."), NORTH, {"role": "system", "content": "Reply."}], True, 1),
+    "another task": ([user("Stay."), NORTH, user("And?")], True, 2),
+    "space in the task": ([user(" Go.\n"), NORTH, user("And?")], True, 2),
+    "without tools": ([user("Go."), NORTH, user("And?")], False, 2),
+}
+"""Messages after a first request `Go.` with tools, whether they come with the tools, and segments of both requests."""
+
+
+@pytest.mark.parametrize("name", SECOND_REQUESTS)
+async def test_a_prompt_is_what_the_client_sent_with_replies_as_sampled(name: str) -> None:
+    renderer = renderer_of("chatml")
+    messages, with_tools, segments = SECOND_REQUESTS[name]
+    odd = [*split_segmentation(renderer.tokenizer, "north"), renderer.end_of_turn]
+    engine = ScriptedEngine([odd] * 2)
+    async with proxied(engine, renderer) as (proxy, session), sdk(proxy, session) as client:
+        await client.chat.completions.create(model="m", messages=[user("Go.")], tools=[COUNT])  # type: ignore[list-item]
+        more: dict[str, Any] = {"tools": [COUNT]} if with_tools else {}
+        await client.chat.completions.create(model="m", messages=messages, **more)
+    first, second = engine.prompts
+    whole = renderer.prompt([Message(m["role"], m["content"]) for m in messages], [COUNT] if with_tools else [])
+    assert renderer.tokenizer.decode(second) == renderer.tokenizer.decode(whole)
+    assert recorded(session).num_segments == segments
+    assert (second[: len(first) + len(odd)] == first + odd) is (segments == 1)
+
+
+@pytest.mark.parametrize(("end", "added"), [("", "<|im_end|>"), ("<|im_end|>", ""), ("<|endoftext|>", "")])
+async def test_a_reply_without_an_end_gets_one_that_is_not_trained(end: str, added: str) -> None:
+    renderer = renderer_of("chatml")
+    reply = renderer.encode(f"north{end}")
+    engine = ScriptedEngine([reply] * 3)
+    async with proxied(engine, renderer) as (proxy, session), sdk(proxy, session) as client:
+        messages: list[Any] = [user("Go.")]
+        for _ in range(3):
+            await client.chat.completions.create(model="m", messages=messages)
+            messages += [{"role": "assistant", "content": "north"}, user("And?")]
+    following = [*renderer.encode(added), *renderer.follow_up("And?")]
+    assert engine.prompts[1] == [*engine.prompts[0], *reply, *following]
+    assert engine.prompts[2] == [*engine.prompts[1], *reply, *following]
+    trajectory = recorded(session)
+    mask = [True] * len(reply) + [False] * len(following)
+    assert trajectory.loss_mask == [False] * len(engine.prompts[0]) + mask * 2 + [True] * len(reply)
 
 
 async def test_a_system_message_may_be_the_last() -> None:
@@ -352,6 +519,7 @@ async def test_limits_and_stop_strings_are_kept() -> None:
         answer = await client.chat.completions.create(model="m", messages=[user("Go.")], stop="STOP", temperature=0.1)
         assert answer.choices[0].message.content == "one two "
         assert engine.samplings[0].temperature == 1.0, "the run decides the temperature"
+        assert engine.samplings[0].max_new_tokens == 80 - len(engine.prompts[0])
         assert session.model.calls[0].token_ids == renderer.reply_ids("one two STOP")
         answer = await client.chat.completions.create(model="m", messages=[user("Go.")], max_tokens=2)
         assert answer.choices[0].finish_reason == "length"
@@ -548,6 +716,21 @@ async def test_a_client_that_dies_while_it_waits_for_an_episode_takes_none(monke
         answer = await client.post(f"{proxy.url}/sessions")
     assert answer.json()["id"] == waiting.id
     proxy.sessions.end(waiting)
+    await proxy.close()
+
+
+async def test_every_client_claims_an_episode_of_its_own_oldest_first() -> None:
+    proxy = Proxy()
+    await proxy.start()
+    model = RecordedModel(ScriptedEngine([]), renderer_of("chatml"), Sampling(9), LIMITS, "s")
+    sessions = [ProxySession(model, TASK) for _ in range(3)]
+    for session in sessions:
+        proxy.sessions.open(session, claimable=True)
+    async with httpx.AsyncClient(timeout=60) as client:
+        claimed = [(await client.post(f"{proxy.url}/sessions")).json()["id"] for _ in sessions]
+    assert claimed == [session.id for session in sessions]
+    for session in sessions:
+        proxy.sessions.end(session)
     await proxy.close()
 
 

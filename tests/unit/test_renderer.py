@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers_for_tests import byte_level_bpe, word_level
+from tokenizers_for_tests import byte_level_bpe, split_segmentation, word_level
 
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.templates import TEMPLATES
@@ -96,13 +96,33 @@ def test_opening_divides_the_prompt_exactly(style: str, system: str, observation
     assert alone.token_ids == renderer.prompt(chat(observation))
 
 
+def test_a_cut_conversation_keeps_replies_as_sampled_with_one_end_each() -> None:
+    renderer = Renderer(byte_level_bpe("chatml"), "chatml")
+    odd = split_segmentation(renderer.tokenizer, "north")
+    assert odd != renderer.encode("north")
+    replies = [[*odd, renderer.end_of_turn], odd, [*odd, renderer.tokenizer.eos_token_id]]  # a whole one, a cut one
+    ends = [[], [renderer.end_of_turn], []]
+    messages = [Message("system", "Go."), Message("user", "task")]
+    tools = [{"type": "function", "function": {"name": "count", "parameters": {"type": "object", "properties": {}}}}]
+    expected = renderer.prompt(messages, tools)
+    assert expected != renderer.prompt(messages)
+    for reply, end in zip(replies, ends, strict=True):
+        messages += [Message("assistant", "north", reply), Message("user", "And?")]
+        expected += [*reply, *end, *renderer.follow_up("And?")]
+    assert renderer.linear_prompt(messages, tools) == expected
+
+
 def test_cached_ids_cannot_be_changed_by_callers() -> None:
     renderer, opening = renderer_of("chatml"), chat("go north", system="walk")
-    first, follow_up = renderer.prompt(opening), renderer.follow_up("a wall")
+    results = [Message("tool", "a wall", tool_call_id="call00000")]
+    first, follow_up = list(renderer.prompt(opening)), list(renderer.follow_up("a wall"))
+    tool_results = list(renderer.tool_results(results))
     renderer.prompt(opening).append(7)
     renderer.follow_up("a wall").clear()
+    renderer.tool_results(results).clear()
     renderer.opening(opening)[1].token_ids.clear()
     assert (renderer.prompt(opening), renderer.follow_up("a wall")) == (first, follow_up)
+    assert renderer.tool_results(results) == tool_results
 
 
 @pytest.mark.parametrize("style", STYLES)

@@ -11,11 +11,11 @@ import pytest
 import torch
 from training_for_tests import Catching, group, tiny_model, varied_groups
 
-from agentgym_rl.agent.segments import segment_tokens
+from agentgym_rl.agent.segments import Call, segment_tokens, stitch
 from agentgym_rl.training.batch import Batch, estimate, gather, sample_parts, split_batch, to_samples
 from agentgym_rl.training.metrics import episode_metrics
 from agentgym_rl.training.settings import OptimizerSettings, RLSettings
-from agentgym_rl.types import Group, Limits, Message, Trajectory, in_order
+from agentgym_rl.types import Group, Limits, Message, StopReason, Task, Trajectory, in_order
 
 torch.set_num_threads(1)
 LIMITS = {"toy": Limits(max_turns=8, max_new_tokens=4, max_context=500)}
@@ -59,6 +59,7 @@ SETTINGS = {
     "ppo-two-level": {"algorithm": "ppo", "credit": "two_level"},
     "constant": {"aggregate": "constant", "aggregate_length": 9},
     "token": {"aggregate": "token"},
+    "trajectory": {"aggregate": "trajectory"},
     "penalty": {"overlong": "penalty", "overlong_buffer": 2},
 }
 
@@ -84,6 +85,17 @@ def test_advantages_and_weights_are_those_of_the_linear_episode(name: str) -> No
         assert in_order(parts, "logprobs") == sample.logprobs
         assert [branched.weights[i] for i in own] == pytest.approx([linear.weights[episode]] * len(own))
         assert sum(sum(p.loss_mask) for p in parts) == sum(sample.loss_mask)
+
+
+def test_episodes_weigh_the_same_however_many_segments_they_have() -> None:
+    settings = RLSettings(zero_variance="keep", aggregate="trajectory")
+    linear, branched = group(1, [0.0, 1.0], turns=4).trajectories
+    batch = estimate(gather([Group(linear.task, [linear, split(branched)])], settings), settings)
+    assert batch.episode_of_sample == [0, 1, 1, 1, 1]
+    weights = [0.0, 0.0]
+    for episode, sample, weight in zip(batch.episode_of_sample, batch.samples, batch.weights, strict=True):
+        weights[episode] += weight * sum(sample.loss_mask)
+    assert weights == pytest.approx([0.5, 0.5])
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])
@@ -122,6 +134,21 @@ def test_a_segment_without_a_reply_is_no_sample_and_its_state_is_missing() -> No
     assert len(to_samples(branched, keep_tail=True)) == linear.num_turns
     missing = [gather([Group(linear.task, [t])], settings).last_observation_missing for t in (linear, branched)]
     assert missing == [[False], [True]]
+
+
+@pytest.mark.parametrize(("prompts", "last"), [(([1], [9], [1, 2, 3]), 0), (([1], [1, 2, 3], [9]), 1)])
+def test_a_truncated_episode_is_valued_in_the_segment_that_it_ended_in(
+    prompts: tuple[list[int], ...], last: int
+) -> None:
+    settings = RLSettings(algorithm="ppo", credit="turns")
+    messages = stitch([Call(prompt_ids, [2], [-0.5]) for prompt_ids in prompts])
+    played = Trajectory("t", Task("toy", 0), messages, [0.0] * 3, [{}] * 3, StopReason.MAX_TURNS, horizon=3)
+    batch = gather([Group(played.task, [played])], settings)
+    assert len(batch.samples) == 2
+    fill(batch)
+    for k, sample in enumerate(batch.samples):
+        sample.last_value = 10.0 + k
+    assert estimate(batch, settings).episodes[0].last_value == 10.0 + last
 
 
 def test_metrics_count_segments_only_if_there_are_several() -> None:

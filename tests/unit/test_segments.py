@@ -16,18 +16,19 @@ from typing import Any
 import pytest
 import torch
 from envs_for_tests import Counting
+from exactness_for_tests import require_exact
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted_engine_for_tests import ScriptedEngine
 from tokenizers_for_tests import byte_level_bpe, thinking_tokenizer
 from training_for_tests import few
 
-from agentgym_rl.agent.context_management import ASK, FULL, LEFT_OUT, SUMMARISED, Context, view
+from agentgym_rl.agent.context_management import ASK, FULL, LEFT_OUT, SUMMARISED, Context, summary_request, view
 from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.agent.policy import EnginePolicy
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.rollout import rollout
-from agentgym_rl.agent.segments import Call, Stitcher, match_segment, segment_tokens, stitch
+from agentgym_rl.agent.segments import Call, Stitcher, assign_segment, match_segment, segment_tokens, stitch
 from agentgym_rl.agent.styles import STYLES
 from agentgym_rl.agent.templates import LLAMA3
 from agentgym_rl.environment.pool import LocalPool
@@ -65,26 +66,6 @@ class Staying(Counting):
 
     def step(self, text: str) -> Any:
         return replace(super().step(text), done=False)
-
-
-def require_exact(trajectory: Trajectory, calls: list[tuple[list[int], Completion]]) -> None:
-    """Check that each call's sampled ids are trained once, in a segment that has exactly its prompt before them."""
-    segments = trajectory.segments
-    sampled = [m for m in trajectory.messages if m.logprobs is not None]
-    assert len(sampled) == len(calls)
-    spans: dict[int, int] = {}
-    for message, (prompt_ids, completion) in zip(sampled, calls, strict=True):
-        segment = segments[message.segment]
-        start, end = len(prompt_ids), len(prompt_ids) + len(completion.token_ids)
-        assert segment.token_ids[:end] == [*prompt_ids, *completion.token_ids]
-        trained = [False] * message.untrained + [True] * (len(completion.token_ids) - message.untrained)
-        assert segment.loss_mask[start:end] == trained
-        logprobs = completion.logprobs[message.untrained :]
-        assert segment.logprobs[start + message.untrained : end] == logprobs
-        spans[message.segment] = spans.get(message.segment, 0) + sum(trained)
-    assert {i: sum(segment.loss_mask) for i, segment in enumerate(segments) if any(segment.loss_mask)} == spans
-    orders = sorted(k for segment in segments for k in segment.order)
-    assert orders == list(range(sum(spans.values())))
 
 
 def thoughtful(messages: list[Message]) -> list[Message]:
@@ -182,11 +163,16 @@ async def test_trained_ids_are_sampled_ids_and_engine_and_learner_agree(
 
 
 async def scripted(
-    template: str, replies: list[str], limits: Limits, options: dict[str, Any] | None = None, **policy: Any
+    template: str,
+    replies: list[str],
+    limits: Limits,
+    options: dict[str, Any] | None = None,
+    env: type[Counting] = Staying,
+    **policy: Any,
 ) -> tuple[Trajectory, Recorder, Renderer]:
     renderer = renderer_of(template, **(options or {}))
     recorder = Recorder(ScriptedEngine(replies, encode=renderer.reply_ids))
-    session = await LocalPool({"counting": Staying}).open("counting")
+    session = await LocalPool({"counting": env}).open("counting")
     player = EnginePolicy(recorder, renderer, Sampling(1), instruction=session.instruction, **policy)
     trajectory = await rollout(TASK, session, player, limits, id="t")
     await session.close()
@@ -245,6 +231,9 @@ async def test_untrained_thoughts_have_no_loss() -> None:
     assert renderer.thought_length(renderer.encode("<think>\nnever closed")) == len(
         renderer.encode("<think>\nnever closed")
     )
+    ids = renderer.encode("<think>\nup\n</think>\nor down\n</think>\n\nup again and again<|im_end|>")
+    thought = renderer.tokenizer.decode(ids[: renderer.thought_length(ids)])
+    assert thought == "<think>\nup\n</think>\nor down\n</think>", "up to the last end of a thought"
     opened = renderer_of("r1").encode("still thinking")
     assert renderer_of("r1").thought_length(opened) == len(opened)
 
@@ -306,6 +295,16 @@ async def test_a_summary_replaces_the_conversation() -> None:
     assert "Your context is nearly full" not in seen
 
 
+@pytest.mark.parametrize("template", ["chatml", "qwen3", "r1"])
+async def test_the_model_sees_the_request_for_a_summary_only_while_it_answers(template: str) -> None:
+    limits = Limits(max_turns=40, max_new_tokens=20, max_context=420)
+    trajectory, recorder, renderer = await scripted(template, ["up"] * 60, limits, context=Context("summary", 1, 24))
+    sampled = [m for m in trajectory.messages if m.logprobs is not None]
+    asked = [ASK in renderer.tokenizer.decode(prompt_ids) for prompt_ids, _ in recorder.calls]
+    assert asked == [m.purpose == "summary" for m in sampled]
+    assert sum(asked) > 1
+
+
 async def test_thoughts_that_are_kept_remain_in_a_cut_context() -> None:
     limits = Limits(max_turns=12, max_new_tokens=60, max_context=400)
     trajectory, recorder, renderer = await scripted(
@@ -321,6 +320,74 @@ async def test_without_space_for_a_reply_after_a_cut_the_episode_ends() -> None:
     limits = Limits(max_turns=12, max_new_tokens=20, max_context=70)
     trajectory, _, _ = await scripted("chatml", ["up"] * 12, limits, context=Context("window", 2))
     assert trajectory.stop in (StopReason.MAX_CONTEXT, StopReason.LENGTH)
+
+
+@pytest.mark.parametrize("kind", ["window", "summary"])
+async def test_the_context_is_cut_only_if_a_whole_reply_does_not_fit(kind: Any) -> None:
+    _, recorder, renderer = await scripted("chatml", ["up"] * 2, replace(LIMITS, max_turns=2))
+    needed = len(recorder.calls[1][0]) + 20
+    if kind == "summary":
+        needed += 24 + 1 + len(renderer.follow_up(ASK))  # the request follows an end of turn, which may be missing
+    for max_context, segments in ((needed, 1), (needed - 1, 2)):
+        limits = Limits(max_turns=2, max_new_tokens=20, max_context=max_context)
+        trajectory, _, _ = await scripted("chatml", ["up"] * 3, limits, context=Context(kind, 1, 24))
+        assert (trajectory.num_turns, trajectory.num_segments) == (2, segments)
+
+
+@pytest.mark.parametrize("kind", ["window", "summary"])
+async def test_without_a_turn_to_leave_out_the_first_reply_is_cut(kind: Any) -> None:
+    _, recorder, _ = await scripted("chatml", ["up"], replace(LIMITS, max_turns=1))
+    limits = Limits(max_turns=2, max_new_tokens=20, max_context=len(recorder.calls[0][0]) + 3)
+    trajectory, recorder, _ = await scripted("chatml", ["up and up and up"], limits, context=Context(kind, 1, 24))
+    assert (trajectory.stop, trajectory.num_turns) == (StopReason.MAX_CONTEXT, 1)
+    assert len(recorder.calls[0][1].token_ids) == 3
+
+
+async def test_a_window_keeps_fewer_turns_if_they_do_not_fit() -> None:
+    limits = Limits(max_turns=30, max_new_tokens=20, max_context=200)
+    trajectory, recorder, _ = await scripted("chatml", ["up"] * 30, limits, context=Context("window", 30))
+    assert trajectory.num_turns == 30
+    assert all(len(prompt_ids) + 20 <= 200 for prompt_ids, _ in recorder.calls)
+    cuts = [(turn, m.dropped_turns) for m, turn in zip(trajectory.messages, trajectory.turns, strict=True)]
+    kept = [turn - dropped for turn, dropped in cuts if dropped]
+    assert min(kept) > 0
+
+
+class Talkative(Staying):
+    """Answers with more than the context can hold."""
+
+    def step(self, text: str) -> Any:
+        return replace(super().step(text), observation="You are somewhere. " * 200)
+
+
+@pytest.mark.parametrize("template", ["chatml", "qwen3"])
+async def test_a_last_observation_that_does_not_fit_has_no_tokens(template: str) -> None:
+    limits = Limits(max_turns=1, max_new_tokens=20, max_context=420)
+    trajectory, _, _ = await scripted(template, ["up"], limits, env=Talkative)
+    assert trajectory.stop is StopReason.MAX_TURNS
+    assert trajectory.messages[-1].content.startswith("You are somewhere.")
+    assert trajectory.messages[-1].token_ids == []
+
+
+async def test_a_summary_is_trained_even_if_no_reply_fits_after_it() -> None:
+    limits = Limits(max_turns=4, max_new_tokens=20, max_context=420)
+    trajectory, recorder, _ = await scripted(
+        "chatml", ["up", "I counted."], limits, env=Talkative, context=Context("summary", 1, 24)
+    )
+    assert (trajectory.stop, trajectory.num_turns, len(recorder.calls)) == (StopReason.MAX_CONTEXT, 1, 2)
+    assert [m.content for m in trajectory.messages if m.logprobs is not None] == ["up", "I counted."]
+
+
+async def test_a_summary_has_at_most_the_tokens_that_are_left_in_the_context() -> None:
+    _, recorder, renderer = await scripted("chatml", ["up"], replace(LIMITS, max_turns=1))
+    [(prompt_ids, completion)] = recorder.calls
+    asked = [*prompt_ids, *completion.token_ids, *renderer.follow_up(ASK)]
+    limits = Limits(max_turns=4, max_new_tokens=20, max_context=len(asked) + 5)
+    replies = ["up", "I counted up and up again.", "up", "down"]
+    trajectory, recorder, _ = await scripted("chatml", replies, limits, context=Context("summary", 1, 24))
+    assert recorder.calls[1][0] == asked
+    assert len(recorder.calls[1][1].token_ids) == 5
+    assert all(len(segment.token_ids) <= limits.max_context for segment in trajectory.segments)
 
 
 class Tooled(Staying):
@@ -358,6 +425,8 @@ async def test_the_context_of_tool_turns_is_cut_exactly(kind: Any) -> None:
     last = renderer.tokenizer.decode(recorder.calls[-1][0])
     assert (LEFT_OUT if kind == "window" else SUMMARISED) in last
     assert '"name": "count"' in last  # the tools remain
+    summaries = [m for m in trajectory.messages if m.purpose and m.role == "assistant"]
+    assert all(m.tool_calls is None and m.content == CALL for m in summaries), "a call in a summary is text"
 
 
 ONE_CALL = LLAMA3.replace(
@@ -436,6 +505,36 @@ def test_the_view_after_a_cut() -> None:
     assert [m.content for m in shown] == ["s", f"task\n\n{LEFT_OUT}\n\no3", "a3", "o4"]
 
 
+def test_the_view_after_a_cut_has_all_results_of_its_first_turn() -> None:
+    chat = [Message("user", "task"), Message("assistant", "a0")]
+    chat += [Message("tool", "r1"), Message("tool", "r2"), Message("assistant", "a1"), Message("user", "o2")]
+    chat[-1].dropped_turns = 1
+    shown = [(m.role, m.content) for m in view(chat)]
+    assert shown == [("user", f"task\n\n{LEFT_OUT}\n\nr1\n\nr2"), ("assistant", "a1"), ("user", "o2")]
+
+
+def test_the_view_after_two_summaries_has_the_last_without_its_thought() -> None:
+    chat = [Message("user", "task")]
+    for k in range(2):
+        summary = f"<think>\nThought {k}.\n</think>\n\nSummary {k}.\n"
+        chat += [Message("assistant", f"a{k}"), Message("user", ASK, purpose="summary")]
+        chat += [Message("assistant", summary, purpose="summary"), Message("user", f"o{k + 1}", dropped_turns=k + 1)]
+    assert [m.content for m in view(chat)] == [f"task\n\n{SUMMARISED}\nSummary 1.\n\no2"]
+
+
+def test_a_summary_is_asked_for_as_the_result_of_every_call() -> None:
+    calls = [ToolCall("count", {}, "call00003"), ToolCall("count", {}, "call00004")]
+    for made, expected in (
+        (None, [("user", ASK, "")]),
+        ([], [("user", ASK, "")]),
+        (calls[:1], [("tool", ASK, "call00003")]),
+        (calls, [("tool", "", "call00003"), ("tool", ASK, "call00004")]),
+    ):
+        request = summary_request([Message("user", "task"), Message("assistant", "", tool_calls=made)])
+        assert [(m.role, m.content, m.tool_call_id) for m in request] == expected
+        assert {m.purpose for m in request} == {"summary"}
+
+
 def test_calls_of_a_sub_agent_are_a_segment_of_their_own() -> None:
     main = [1, 2, 3]
     calls = [
@@ -452,6 +551,15 @@ def test_calls_of_a_sub_agent_are_a_segment_of_their_own() -> None:
     assert [s.token_ids for s in segments] == [[1, 2, 3, 4, 5, 5], [1, 9, 9, 8, 7, 6], [1, 2, 3, 7]]
     assert [s.order for s in segments] == [[0, 3], [1, 2], [4]]
     assert next(s.turn_index for s in segments) == [-1, -1, -1, 0, -1, 3]
+
+
+def test_a_reply_without_logprobs_is_not_trained() -> None:
+    """Replies of an oracle, of another player or of a parent in a tree have ids, because later turns follow them."""
+    messages = [Message("user", "o", [1]), Message("assistant", "a", [2, 3]), Message("user", "o", [4])]
+    messages.append(Message("assistant", "a", [5], [-0.5], version=2))
+    [segment] = Trajectory("t", TASK, messages, [0.0] * 2, [{}] * 2).segments
+    assert segment.loss_mask == [False] * 4 + [True]
+    assert (segment.turn_index, segment.versions, segment.order) == ([-1] * 4 + [1], [2], [0])
 
 
 def test_a_linear_trajectory_of_calls_is_one_segment() -> None:
@@ -488,6 +596,56 @@ def test_stitched_segments_hold_every_call_exactly(data: st.DataObject) -> None:
             whole = segment_tokens(messages[: messages.index(first)], a)
             prompt = [*segments[first.prefix[0]].token_ids[: first.prefix[1]], *first.token_ids]  # type: ignore[index]
             assert prompt[: len(whole)] != whole
+
+
+def test_tokens_of_a_segment_follow_every_branch_before_it() -> None:
+    messages = [
+        Message("user", "", [1, 2, 3, 4]),
+        Message("user", "", [5, 6], segment=1, prefix=(0, 3)),
+        Message("user", "", [7], segment=2, prefix=(1, 2)),  # its prefix is shorter than its parent's
+        Message("user", "", [8], segment=3, prefix=(2, 1)),
+        Message("user", "", [9], segment=4, prefix=(1, 4)),
+        Message("user", "", [10], segment=1),  # appended after others have branched off
+    ]
+    expected = [[1, 2, 3, 4], [1, 2, 3, 5, 6, 10], [1, 2, 7], [1, 8], [1, 2, 3, 5, 9]]
+    assert [segment_tokens(messages, k) for k in range(5)] == expected
+    assert [segment.token_ids for segment in Trajectory("t", TASK, messages).segments] == expected
+
+
+def test_a_prompt_that_starts_a_segment_gets_a_number_of_its_own() -> None:
+    """The last message need not be in the newest segment."""
+    messages = stitch([Call([1, 2], [3], [-0.1]), Call([1, 9], [8], [-0.2]), Call([1, 2, 3, 4], [5], [-0.3])])
+    assert [m.segment for m in messages] == [0, 0, 1, 1, 0, 0]
+    message = assign_segment(messages, Message("user", "o"), [1, 2, 3, 7])
+    assert (message.segment, message.prefix, message.token_ids) == (2, (0, 3), [7])
+    continued = assign_segment(messages, Message("user", "o"), [1, 2, 3, 4, 5, 6])
+    assert (continued.segment, continued.prefix, continued.token_ids) == (0, None, [6])
+
+
+@pytest.mark.parametrize(
+    ("prompt_ids", "prefix"),
+    [
+        ([1, 9], (0, 1)),
+        ([1, 2, 9], (0, 2)),  # segment 1 has these tokens from segment 0
+        ([1, 2, 4, 9], (1, 3)),  # one token is segment 1's own
+        ([1, 2, 4, 5, 9], (1, 4)),
+    ],
+)
+def test_a_new_segment_branches_off_the_oldest_one_with_its_prefix(
+    prompt_ids: list[int], prefix: tuple[int, int]
+) -> None:
+    messages = stitch([Call([1, 2], [3], [-0.1]), Call([1, 2, 4, 5], [6], [-0.2])])
+    message = assign_segment(messages, Message("user", "o"), prompt_ids)
+    assert (message.segment, message.prefix) == (2, prefix)
+    assert segment_tokens([*messages, message], 2) == prompt_ids
+    assert Trajectory("t", TASK, [*messages, message]).segments[2].token_ids == prompt_ids
+
+
+@pytest.mark.parametrize("length", range(10))
+def test_a_new_segment_starts_with_the_longest_prefix(length: int) -> None:
+    tokens, prompt_ids = [1] * length + [2] * (10 - length), [1] * length + [3] * 4
+    match = match_segment({0: tokens}, prompt_ids, 1)
+    assert (match.segment, match.prefix, match.added_ids) == (1, (0, length), [3] * 4)
 
 
 def test_the_example_of_the_guide_runs() -> None:

@@ -200,7 +200,8 @@ async def test_a_call_of_llama_may_end_with_its_end_of_message_token() -> None:
     assert reply[-1] in renderer.stop_token_ids
     trajectory, engine = await play([reply, reply], renderer, item=0)
     assert trajectory.success
-    assert engine.prompts[1][: len(engine.prompts[0]) + len(reply)] == [*engine.prompts[0], *reply]
+    results = renderer.tool_results([m for m in trajectory.messages if m.role == "tool"][:1])
+    assert engine.prompts[1] == [*engine.prompts[0], *reply, *results], "the reply has an end, it needs no other"
     assert [m.content for m in trajectory.messages if m.role == "assistant"] == ["", ""]
 
 

@@ -8,7 +8,7 @@ was sampled after, and a linear episode is one segment.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from agentgym_rl.types import Message
 
@@ -27,6 +27,8 @@ class Call:
     """Text that is new in this prompt, to show."""
     reply: str = ""
     """Text of the sampled ids, to show."""
+    versions: list[int] = field(default_factory=list)
+    """Version of the weights that sampled each token, if they were updated during the reply; otherwise empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,7 @@ class Stitcher:
                 list(call.token_ids),
                 list(call.logprobs),
                 call.version,
+                list(call.versions),
                 segment=match.segment,
             ),
         ]

@@ -119,6 +119,7 @@ class RecordedModel:
                     completion.version,
                     new_text,
                     message.text,
+                    list(completion.versions),
                 )
             )
             self._paths[digest([*request.messages, message], request.tools)] = [*prompt_ids, *completion.token_ids]

@@ -10,7 +10,7 @@ import asyncio
 import uuid
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, Literal
 
 from agentgym_rl.agent.engines.base import Engine
 from agentgym_rl.agent.policy import Policy, Reply, observation_message
@@ -93,13 +93,13 @@ class ExternalPolicy:
         submission = await self._next_submission(self._session)
         recorded = self._new_messages()
         if submission is None:
-            return Reply([*recorded, observation_message(_text(observation))], None, "max_context")
+            if not recorded:
+                return Reply([observation_message(_text(observation))], None, "max_context")
+            # The calls of the unfinished turn are trained on, so the last of them is its reply: a turn with a reward.
+            return _turn(recorded, "max_context")
         self._env.submission, self._acted = submission, True
-        *earlier, action = recorded or [
-            observation_message(_text(observation)),
-            Message("assistant", Message("assistant", submission.action, tool_calls=submission.calls).text),
-        ]
-        return Reply([*(replace(m, purpose=CALL) for m in earlier[:-1]), earlier[-1]], action)
+        written = Message("assistant", submission.action, tool_calls=submission.calls).text
+        return _turn(recorded or [observation_message(_text(observation)), Message("assistant", written)])
 
     def unanswered(self, messages: list[Message], observation: Observation, limits: Limits) -> list[Message]:
         return [observation_message(_text(observation))]
@@ -194,6 +194,12 @@ class DemonstratingPolicy(ExternalPolicy):
     def _demonstrated(self, limits: Limits) -> EpisodeModel:
         self._model = DemonstratedModel(self._demonstrator, limits)
         return self._model
+
+
+def _turn(recorded: list[Message], finish: Literal["stop", "max_context"] = "stop") -> Reply:
+    """Return the messages of a turn's calls as a reply: the last call is the action."""
+    *earlier, prompt, action = recorded
+    return Reply([*(replace(m, purpose=CALL) for m in earlier), prompt], action, finish)
 
 
 def _text(observation: Observation) -> str:
