@@ -342,9 +342,9 @@ LONG_CONTEXTS = {"truncation": "full", "window": "window", "summary": "summary"}
 
 
 def long_context(seeds: list[int] | None) -> list[Job]:
-    """Return the jobs of the study of long contexts: 200 turns in 2,048 tokens, with three contexts."""
+    """Return the jobs of the study of long contexts: tours of 200 turns in 2,048 tokens, with three contexts."""
     jobs: list[Job] = []
-    for seed in seeds if seeds is not None else range(2):
+    for seed in seeds if seeds is not None else range(3):
         recipe = "evidence/long-maze-base.toml"
         start = Job(name=f"base-long-maze-{seed}", arm="base", task="maze", seed=seed, recipe=recipe)
         jobs.append(start)
