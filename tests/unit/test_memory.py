@@ -14,7 +14,7 @@ from training_for_tests import tiny_model
 
 from agentgym_rl.config import Config, load_config
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.run.memory_demand import diagnose_recipe, too_large
+from agentgym_rl.run.memory_demand import _adapter_parameters, diagnose_recipe, too_large
 from agentgym_rl.scale.memory import (
     GIB,
     HEAD_CHUNK_BYTES,
@@ -268,12 +268,16 @@ def test_loading_is_estimated_as_it_was_measured() -> None:
     assert on_each_host(large, 8)["host, loading"].total < 1.3 * 2 * SHAPES["32B"].count
 
 
-def test_a_step_of_7b_is_estimated_as_it_was_measured() -> None:
-    (line,) = json.loads((Path(__file__).parents[2] / "results/benchmarks/gpu_large.json").read_text())["measured"]
-    step = Demand(SHAPES["7B"], 2, checkpoint_activations=True, micro_batch_tokens=4096, sessions=64, context=4096)
+@pytest.mark.parametrize(("size", "rank"), [("7B", 0), ("32B", 16)])
+def test_a_step_of_a_large_model_is_estimated_as_it_was_measured(size: str, rank: int) -> None:
+    lines = json.loads((Path(__file__).parents[2] / "results/benchmarks/gpu_large.json").read_text())["measured"]
+    (measured,) = [line["memory_gib"] for line in lines if f"-{size.lower()}" in line["case"]]
+    step = Demand(SHAPES[size], 2, checkpoint_activations=True, micro_batch_tokens=4096, sessions=64, context=4096)
+    if rank:
+        step = replace(step, trained=_adapter_parameters(SHAPES[size], rank))
     estimate = on_each_device(step)["device"].total / GIB
-    assert estimate == pytest.approx(line["memory_gib"]["allocator"], rel=0.1)
-    assert estimate == pytest.approx(line["memory_gib"]["doctor"], rel=0.01), "the arithmetic has changed since"
+    assert estimate == pytest.approx(measured["allocator"], rel=0.1)
+    assert estimate == pytest.approx(measured["doctor"], rel=0.01), "the arithmetic has changed since"
 
 
 def test_settings_that_save_memory_are_counted() -> None:
