@@ -55,7 +55,8 @@ GENTLE = (
     "threads=1",
     "warm_start.episodes=128",
     "warm_start.sft.epochs=6",
-    "warm_start.sft.optimizer={lr=0.003}",  # at a higher one rounding alone makes another model of it
+    "warm_start.sft.optimizer={lr=0.001}",  # at a higher one rounding alone makes another model of it
+    "sft.optimizer={lr=0.0003}",
     "sft.batch_size=6",
     "agentevol.min_reward=0",
     "checkpoint.every=3",
