@@ -65,6 +65,23 @@ def test_adapters_are_compared_with_the_rollout_without(gpu: ModuleType) -> None
     ]
 
 
+def test_ways_of_vllm_and_offloaded_state_are_jobs_of_their_own(gpu: ModuleType) -> None:
+    common = {"out": Path("out"), "tiny": False, "profile": False, "lora": None, "vllm_path": None}
+    rollout = {"parts": ["rollout"], "peers": ["vllm"], "models": ["qwen2.5-7b"], "episodes": [256]}
+    sys.path.insert(0, str(ROOT / "benchmarks" / "gpu_parts"))
+    try:
+        jobs = gpu.jobs_of(argparse.Namespace(**common, **rollout, vllm_ways=["batch", "seeded"]))
+    finally:
+        sys.path.pop(0)
+    assert [job.name for job in jobs] == [f"rollout-qwen2.5-7b{way}" for way in ("", "-vllm-batch", "-vllm-seeded")]
+    assert [job.arguments[-2:] for job in jobs[1:]] == [["--episodes", "256"], ["--asynchronous", "--seeded"]]
+    large = {"parts": ["large"], "peers": [], "models": [], "episodes": [], "large_models": ["qwen2.5-7b"]}
+    plain, moved = gpu.jobs_of(argparse.Namespace(**common, **large, offload=True))
+    assert plain.name == "large-qwen2.5-7b"
+    assert moved.arguments[-2:] == ["rl.optimizer.offload_moments=true", "rl.optimizer.offload_activations=true"]
+    assert [job.name for job in gpu.jobs_of(argparse.Namespace(**common, **large, offload=False))] == [plain.name]
+
+
 def test_a_failed_measurement_keeps_its_results(
     gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
