@@ -18,6 +18,7 @@ import multiprocessing
 import os
 import shutil
 import socket
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -25,40 +26,13 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM
 
 from agentgym_rl.scale.process_group import ProcessRanks, join, leave
 from agentgym_rl.training.meta import fill, make_empty
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "7b": {
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "vocab_size": 152_064,
-        "tie_word_embeddings": False,
-    },
-    "1.5b": {
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-        "vocab_size": 151_936,
-        "tie_word_embeddings": True,
-    },
-    "tiny": {
-        "hidden_size": 64,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "vocab_size": 4000,
-        "tie_word_embeddings": True,
-    },
-}
+MODELS = {"7b": "qwen2.5-7b", "1.5b": "qwen2.5-1.5b", "tiny": "tiny"}
+"""Names of shapes in gpu_parts/common.py."""
 MAX_FILE_BYTES = 400 << 20
 SAMPLE_INTERVAL_S = 0.1
 """Seconds between samples: each reads the page tables of all ranks."""
@@ -66,8 +40,10 @@ SAMPLE_INTERVAL_S = 0.1
 
 def write_model(folder: Path, name: str) -> int:
     """Write a model of random bf16 weights, a file at a time; return the bytes of its weights."""
-    config = Qwen2Config(**SHAPES[name])
-    config.architectures, config.dtype = ["Qwen2ForCausalLM"], torch.bfloat16
+    from common import CLASSES, SHAPES
+
+    config = SHAPES[MODELS[name]]
+    config.architectures, config.dtype = [CLASSES[config.model_type].__name__], torch.bfloat16
     config.save_pretrained(folder)
     with torch.device("meta"):
         shapes = {n: p.shape for n, p in AutoModelForCausalLM.from_config(config).named_parameters()}
@@ -159,7 +135,7 @@ def measure(folder: Path, size: int, kind: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=SHAPES, default="1.5b")
+    parser.add_argument("--model", choices=MODELS, default="1.5b")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument(
@@ -167,6 +143,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    sys.path.insert(0, str(Path(__file__).parent / "gpu_parts"))
     folder = args.folder or Path(tempfile.mkdtemp())
     folder.mkdir(exist_ok=True)
     try:
