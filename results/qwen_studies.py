@@ -7,9 +7,9 @@ from dataclasses import replace
 from jobs import PRETRAINED, RANDOM, Job, fill
 
 QWEN = {
-    "textcraft": {"short": 10, "middle": 20, "long": 30, "per_stage": 70},
-    "babyai": {"short": 6, "middle": 13, "long": 20, "per_stage": 70},
-    "searchqa": {"short": 5, "middle": 8, "long": 10, "per_stage": 70},
+    "textcraft": {"short": 10, "middle": 20, "long": 30, "per_stage": 50},
+    "babyai": {"short": 6, "middle": 13, "long": 20, "per_stage": 50},
+    "searchqa": {"short": 5, "middle": 8, "long": 10, "per_stage": 50},
     "sciworld": {"short": 10, "middle": 20, "long": 30, "per_stage": 40},
 }
 """Horizons of the paper and steps per stage, by environment."""
@@ -58,7 +58,7 @@ def qwen_run(task: str, arm: str, seed: int, size: str = "1.5B") -> Job:
 
 
 def qwen_first(seeds: list[int] | None) -> list[Job]:
-    """Return the first run of the 1.5B model, on TextCraft. It had 176 of the 210 steps of its recipe."""
+    """Return the first run of the 1.5B model, on TextCraft. It had 176 of 210 steps, 70 per stage."""
     jobs = [
         base_on_suite("eval-qwen-base-textcraft", PRETRAINED, "base", "textcraft"),
         on_suite("eval-random-textcraft-27", "random", RANDOM, "textcraft", 0),
@@ -66,7 +66,7 @@ def qwen_first(seeds: list[int] | None) -> list[Job]:
     for seed in seeds if seeds is not None else range(1):
         name = "qwen-first-textcraft" + (f"-{seed}" if seed else "")
         run = qwen_run("textcraft", "staged", seed)
-        run = replace(run, name=name, arguments=(*run.arguments, "rl.steps=176"))
+        run = replace(run, name=name, arguments=(*run.arguments, "horizon.steps_per_stage=70", "rl.steps=176"))
         jobs += [run, on_suite(f"eval-{name}", f"{{{name}}}", run.arm, "textcraft", seed)]
     return jobs
 
