@@ -116,3 +116,8 @@ def overall_cell(record: Record) -> dict[str, Any]:
     cell: dict[str, Any]
     (cell,) = record["results"][-1]["scenarios"].values()
     return cell
+
+
+def percent_with_range(values: Sequence[float]) -> str:
+    """Return mean, lowest and highest of some shares, such as `57% (55 to 60)`."""
+    return f"{100 * statistics.fmean(values):.0f}% ({100 * min(values):.0f} to {100 * max(values):.0f})"

@@ -11,7 +11,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from plot import draw_legend, label_y_in_percent, new_figure, set_title
-from records import Record, curve, describe_missing, interpolate, mean_curve, read_records, runs_of
+from records import (
+    Record,
+    curve,
+    describe_missing,
+    interpolate,
+    mean_curve,
+    percent_with_range,
+    read_records,
+    runs_of,
+)
 from studies import TREE_ARMS
 
 COLOURS = {"chains": "#c2410c", "trees": "#0f766e"}
@@ -76,13 +85,9 @@ def table(records: Sequence[Record]) -> str:
         endings = statistics.fmean(
             1000 * sum(record["curves"]["episodes/usable"]) / record["sampled_tokens"] for record in runs
         )
-        cells = [percent(success_at_tokens(records, arm, tokens)) for tokens in columns]
+        cells = [percent_with_range(success_at_tokens(records, arm, tokens)) for tokens in columns]
         lines.append(f"| {arm} | {steps:.0f} | {endings:.0f} | {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def percent(values: Sequence[float]) -> str:
-    return f"{100 * statistics.fmean(values):.0f}% ({100 * min(values):.0f} to {100 * max(values):.0f})"
 
 
 def claim(records: Sequence[Record]) -> str:
