@@ -267,6 +267,29 @@ def rollout() -> str:
     return table(["model × episodes", "engine", "new tokens/s", "of the bandwidth bound", "native ÷ this"], rows)
 
 
+def lora() -> str:
+    """Return new tokens a second with adapters, beside the same rollout without them."""
+    lines = {line["who"]: line for line in measured("gpu_lora")["measured"] if line["part"] == "rollout"}
+    names = {"ours": "all parameters", "lora 16": "LoRA, rank 16"}
+    speeds = {who: lines[name]["tokens_per_s"] for name, who in names.items()}
+    rows = [[who, f"{speed / 1000:.1f}k", f"{speed / speeds['all parameters']:.1%}"] for who, speed in speeds.items()]
+    return table(["Qwen2.5-1.5B shape × 256", "new tokens/s", "of the first row"], rows)
+
+
+def run() -> str:
+    """Return whole training steps of two recipes, beside those of an older commit in the same call."""
+    rows, now = [], {}
+    for line in measured("gpu_run")["measured"]:
+        if line["who"] == "ours":
+            now[line["case"]] = line["tokens_per_s"]
+        ratio = "" if line["who"] == "ours" else f"{now[line['case']] / line['tokens_per_s']:.2f}×"
+        who = "this version" if line["who"] == "ours" else "older commit"
+        times = [f"{line[name]:.2f} s" for name in ("step_s", "rollout_s", "learn_s")]
+        rows.append([line["case"], who, f"{line['tokens_per_s'] / 1000:.1f}k", *times, f"{line['busy']:.0%}", ratio])
+    header = ["recipe × episodes", "version", "new tokens/s", "a step", "rollout", "learning", "GPU busy", "this ÷ older"]
+    return table(header, rows)
+
+
 def learner() -> str:
     """Return tokens a second and memory of the learner, beside a plain padded step."""
     rows, plain = [], {}
@@ -459,6 +482,8 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "recipe": recipe,
     "cli": commands,
     "rollout": rollout,
+    "lora": lora,
+    "run": run,
     "learner": learner,
     "step": step,
     "large": large,
