@@ -284,10 +284,10 @@ def run() -> str:
             now[line["case"]] = line["tokens_per_s"]
         ratio = "" if line["who"] == "ours" else f"{now[line['case']] / line['tokens_per_s']:.2f}×"
         who = "this version" if line["who"] == "ours" else "older commit"
-        times = [f"{line[name]:.2f} s" for name in ("step_s", "rollout_s", "learn_s")]
-        rows.append([line["case"], who, f"{line['tokens_per_s'] / 1000:.1f}k", *times, f"{line['busy']:.0%}", ratio])
-    header = ["recipe × episodes", "version", "new tokens/s", "a step", "rollout", "learning", "GPU busy", "this ÷ older"]
-    return table(header, rows)
+        seconds = [f"{line[name]:.2f} s" for name in ("step_s", "rollout_s", "learn_s")]
+        rows.append([line["case"], who, f"{line['tokens_per_s'] / 1000:.1f}k", *seconds, f"{line['busy']:.0%}", ratio])
+    times = ["a step", "rollout", "learning"]
+    return table(["recipe × episodes", "version", "new tokens/s", *times, "GPU busy", "this ÷ older"], rows)
 
 
 def learner() -> str:
