@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import load
 
 
+@pytest.mark.long
 def test_concurrent_sessions_are_held_and_episodes_leave_no_session_open(capsys: pytest.CaptureFixture[str]) -> None:
     small = {
         "sessions": 200,

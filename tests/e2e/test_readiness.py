@@ -33,6 +33,7 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.05)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 async def test_a_run_waits_for_a_head_and_a_node_that_start_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in PATIENT.items():

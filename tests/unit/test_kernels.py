@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from _pytest.mark import ParameterSet
 
 pytest.importorskip("triton", reason="there is none for this system")
 
@@ -22,8 +23,8 @@ LONG = [
     ("bucketed", "moved_weights"),
     ("guessed_replies",),
 ]
-QUICK_ADAPTERS = ("wrapped",)
-LONG_ADAPTERS = [
+ADAPTERS = [
+    ("wrapped",),
     ("adapters_of_rank_4", "roles"),
     ("adapters_of_rank_16", "adapters_that_change"),
     ("adapters_of_rank_64", "adapters_of_some"),
@@ -31,19 +32,17 @@ LONG_ADAPTERS = [
 ]
 
 
-def checks(quick: tuple[str, ...], long: list[tuple[str, ...]]) -> pytest.MarkDecorator:
+def long_checks(names: list[tuple[str, ...]]) -> list[ParameterSet]:
     marks = [pytest.mark.long, pytest.mark.timeout(1200)]
-    cases = [pytest.param(quick, id=" ".join(quick))]
-    cases += [pytest.param(names, id=" ".join(names), marks=marks) for names in long]
-    return pytest.mark.parametrize("names", cases)
+    return [pytest.param(each, id=" ".join(each), marks=marks) for each in names]
 
 
-@checks(QUICK, LONG)
+@pytest.mark.parametrize("names", [pytest.param(QUICK, id=" ".join(QUICK)), *long_checks(LONG)])
 def test_interpreted(names: tuple[str, ...]) -> None:
     interpret("kernels_interpreted.py", names)
 
 
-@checks(QUICK_ADAPTERS, LONG_ADAPTERS)
+@pytest.mark.parametrize("names", long_checks(ADAPTERS))
 def test_interpreted_adapters(names: tuple[str, ...]) -> None:
     pytest.importorskip("peft")
     interpret("adapters_interpreted.py", names)

@@ -103,6 +103,7 @@ def test_a_light_group_is_small_and_has_no_tokens() -> None:
     assert sum(array.nbytes for arrays in contents for array in arrays.values()) > 50_000
 
 
+@pytest.mark.long
 def test_the_driver_benchmark_runs_in_small(tmp_path: Path) -> None:
     script, out = Path(__file__).parents[2] / "benchmarks" / "driver.py", tmp_path / "driver.json"
     sizes = ("--episodes", "16", "--tokens", "64", "--turns", "4", "--ranks", "2", "--of", "16", "--repeats", "1")
