@@ -2,7 +2,7 @@
 
     python scripts/pictures.py [--only studies load environments curve viewer] [--work FOLDER] [--out docs/images]
 
-studies       the figures of docs/results/evidence.md, from the records under results/
+studies       the figures of docs/results/evidence.md, trees.md and long-context.md, from the records under results/
 load          sessions against throughput, from results/benchmarks/load.json
 environments  the states that the pages of environments show, in SVG
 curve         the learning curve of the quickstart
@@ -58,6 +58,13 @@ EVALUATIONS = {
 
 def studies(out: Path, work: Path) -> None:
     call("results/plot.py", "--out", str(out.resolve()))
+    sys.path.insert(0, str(ROOT / "results"))
+    import long_context
+    import trees
+    from records import read_records
+
+    trees.draw(trees.runs_by_seed(read_records(ROOT / "results", "trees")), out / "trees.png")
+    long_context.draw(read_records(ROOT / "results", "long-context"), out / "long-context.png")
 
 
 def load(out: Path, work: Path) -> None:
