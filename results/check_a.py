@@ -131,8 +131,25 @@ def training_of_smollm2(pages: Pages) -> None:
         found["entropy_collapse"]["since"],
     )
     pages.require("replies that alternate", {"zero_advantage", "repeated_actions"} <= found.keys())
+    lengths(pages, runs)
     (late,) = runs["textcraft", "SFT + RL"][0]["findings"]
     pages.expect("it found #% invalid actions from step # on", percent_of(late), late["since"])
+
+
+def lengths(pages: Pages, runs: dict[tuple[str, str], dict[int, Record]]) -> None:
+    """Check steps, episodes, stages and tokens of the RL arms, which the protocol states."""
+    first, second = (runs[task, "RL"][0] for task in NAMES)
+    episodes = [r["config"]["rl"]["groups_per_step"] * r["config"]["rl"]["group_size"] for r in (first, second)]
+    horizon = first["config"]["horizon"]
+    pages.expect(
+        "have # steps of # episodes (BabyAI) or # (TextCraft) under a staged horizon (#, #, # turns, # steps each)",
+        *(first["steps"], *episodes, *horizon["turns"], horizon["steps_per_stage"]),
+    )
+    tokens = [runs[task, arm][0]["sampled_tokens"] for task in NAMES for arm in ("RL", "SFT + RL")]
+    pages.expect(
+        "(BabyAI: RL # thousand, after imitation #; TextCraft # and # million)",
+        *(tokens[0] / 1e3, tokens[1] / 1e3, tokens[2] / 1e6, tokens[3] / 1e6),
+    )
 
 
 def percent_of(finding: dict[str, Any]) -> float:
@@ -229,6 +246,7 @@ def real_model(pages: Pages) -> None:
         pages.expect(f"{text}: # points (# to #, p = #).", points(d), *bootstrap(d), p)
         if arm == "base":
             pages.require("**Holds.** RL alone lifts", mean(d) > 0 and p < 0.05)
+    pages.require("The 1.5B model has no fixed-horizon arm", not any(arm.startswith("fixed") for arm in rows))
     real_runs(pages, runs)
 
 

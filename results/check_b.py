@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
@@ -224,6 +225,8 @@ def far_rooms(pages: Pages) -> None:
     pages.expect("on other items, end # points apart", curves[0] - curves[1])
     row = "| far rooms, 1M | # | #% | #% | # | # |"
     d = less["fixed-long"]
+    pages.expect("within chance over seeds (p ≥ #)", listed_sign_flips(d))
+    pages.require("it ends below, within chance over seeds", mean(d) < 0)
     pages.expect(row, len(d), mean(end["staged"]), mean(end["fixed-long"]), mean(d), listed_sign_flips(d))
     warned = [
         sum("zero_advantage" in {f["rule"] for f in r["findings"]} for r in runs["far rooms", arm].values())
@@ -340,6 +343,23 @@ def share_within(turns: Turns, limit: int = 4) -> float:
     return 100 * sum(t is not None and t <= limit for t in turns.values()) / len(turns)
 
 
+def needs_of_the_oracle(pages: Pages, oracle: dict[str, dict[str, Turns]]) -> None:
+    """Check what the protocol says was measured: range and medians by level, and the share that fits four turns."""
+    medians = {
+        task: [statistics.median(t for t in items.values() if t is not None) for items in by_level.values()]
+        for task, by_level in oracle.items()
+    }
+    turns = [t for t in merged(oracle["many-rooms"]).values() if t is not None]
+    pages.expect(
+        "measured are # to #, with medians of # to #. For far rooms",
+        *(min(turns), max(turns), min(medians["many-rooms"]), max(medians["many-rooms"])),
+    )
+    share = share_within(merged(oracle["far-rooms"]))
+    pages.expect(
+        "measured are #%, with medians of # to #.", share, min(medians["far-rooms"]), max(medians["far-rooms"])
+    )
+
+
 def beyond_the_short_stage(pages: Pages, oracle: dict[str, dict[str, Turns]], far: Groups, small: Groups) -> None:
     """Check how many points of fixed-long's lead lie on items for which the oracle needs more than four turns."""
     parts = []
@@ -392,6 +412,7 @@ def when_it_helps(pages: Pages) -> None:
     pages.expect("The oracle ends #% of depth 2 and #% of KeyInBox in four turns", *reached)
     pages.accept("of depth 2 and")
     pages.expect("The oracle ends #% of many rooms in four turns", share_within(merged(oracle["many-rooms"])))
+    needs_of_the_oracle(pages, oracle)
     beyond_the_short_stage(pages, oracle, agents[0], agents[1])
     shares = [mean(contrast(r, r["stages"][n])[1] for r in far["far rooms", "staged"].values()) for n in range(2)]
     fixed = mean(contrast(r, r["stages"][0])[1] for r in far["far rooms", "fixed-long"].values())

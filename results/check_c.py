@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from check_a import points
-from check_b import Groups, deepest_dip, final, mean_differences
+from check_b import ARMS, Groups, deepest_dip, final, mean_differences
 from page_numbers import Pages, Record, Value, best_of, bootstrap, by_arm, item_rates, load, mean, sign_flips
 
 SIZES = ("1M", "5M", "25M")
@@ -69,6 +69,7 @@ def claim_c(pages: Pages) -> None:
         *(4, 32, gain, points(own), points(small), *bootstrap(small), p),
     )
     pages.require("**Not separable from chance at 1M.**", p > 0.05)
+    pages.require("Real models of several sizes have not been compared", not load("qwen-interaction"))
     pages.expect(
         "raise success by # points at 1M, # more than they raise random play (within noise); 5M and 25M gain # and #",
         *(gain, points(small), points(over["staged 5M"]), points(over["staged 25M"])),
@@ -195,6 +196,9 @@ def ablations(pages: Pages) -> None:
         pages.accept(f"| {title} |")
     gains = [mean(end[arm]) - mean(end["unchanged"]) for arm in ("anchor states", "credit by turns")]
     pages.expect("anchor states (GiGPO) brought # points and credit by turns # on the same budget", *gains)
+    horizons = by_arm(load("staged-horizon"), "evaluations")
+    schedules = [points(final(r) for r in horizons["babyai", arm].values()) for arm in ARMS]
+    pages.require("more than any schedule did there", min(gains) > max(schedules) - min(schedules))
     dips = {
         arm: [100 * deepest_dip(r) for _, r in sorted(runs["babyai", arm].items())]
         for arm in ("overlap, uncorrected", "overlap, corrected")

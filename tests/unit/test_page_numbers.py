@@ -115,6 +115,7 @@ def test_the_text_follows_the_number_of_seeds(count: int, tmp_path: Path, monkey
     for name, text in texts.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
+    shutil.copy(ROOT / page_numbers.PROTOCOL, tmp_path / page_numbers.PROTOCOL)
     pages = page_numbers.Pages(page_numbers.read_pages(tmp_path))
     check_a.real_model(pages)
     assert pages.failures == []
