@@ -23,7 +23,7 @@ from page_numbers import ROOT, Pages, read_pages
 SETTINGS = (
     "| model | Qwen2.5-3B and 7B, instruction-tuned | Qwen2.5-Coder-1.5B-Instruct; SmolLM2-135M-Instruct; 1M to 25M",
     "| 350 planned; collapse from about 125 |",
-    "| 5 → 8 → 10 to 10 → 20 → 30 | B: 4 → 8 → 16;",
+    "| 5 → 8 → 10 to 10 → 20 → 30 |",
     "| KL term | 0.001 |",
     "| runs of an arm | 1 | B: 6, SmolLM2 2 to 3; C: 3 |",
     "SmolLM2-135M, evaluated under 16 turns (95% intervals",

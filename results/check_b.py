@@ -228,6 +228,12 @@ def far_rooms(pages: Pages) -> None:
     pages.expect("within chance over seeds (p ≥ #)", listed_sign_flips(d))
     pages.require("it ends below, within chance over seeds", mean(d) < 0)
     pages.expect(row, len(d), mean(end["staged"]), mean(end["fixed-long"]), mean(d), listed_sign_flips(d))
+    turns = {arm: runs["far rooms", arm][0]["config"]["horizon"]["turns"] for arm in FAR_ARMS}
+    pages.expect(
+        "Staged has #, #, then # turns, fixed-short #, fixed-middle #, fixed-long #.",
+        *(*turns["staged"], *turns["fixed-short"], *turns["fixed-middle"], *turns["fixed-long"]),
+    )
+    pages.expect("| B: # → # → #;", *turns["staged"])
     warned = [
         sum("zero_advantage" in {f["rule"] for f in r["findings"]} for r in runs["far rooms", arm].values())
         for arm in ("staged", "fixed-long")
