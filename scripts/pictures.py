@@ -2,7 +2,7 @@
 
     python scripts/pictures.py [--only studies load environments curve viewer] [--work FOLDER] [--out docs/images]
 
-studies       the figures of docs/results/evidence*.md, from the records under results/
+studies       the figures of docs/results/evidence.md, from the records under results/
 load          sessions against throughput, from results/benchmarks/load.json
 environments  the states that the pages of environments show, in SVG
 curve         the learning curve of the quickstart
