@@ -6,23 +6,35 @@ import json
 import math
 import random
 import re
+import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent
-PAGE = RESULTS.parent / "docs/results/evidence.md"
+ROOT = RESULTS.parent
+PROTOCOL = "docs/results/evidence-protocol.md"
+PAGES = ("docs/results/evidence.md", "docs/results/evidence-details.md", PROTOCOL, "README.md")
+"""Pages whose numbers are checked; of the README only the section README_SECTION and the picture's caption."""
+README_SECTION = "## Do the paper's claims hold?"
 NUMBER = r"[+−-]?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?"
 SPACE = r"\s+"
-BOOTSTRAP = 0.6
-"""Points by which two bootstrap limits of 2,000 and 10,000 resamples may differ."""
+NAMES = re.compile(
+    r"^\d\. |`[^`\n]*`|\]\([^)]*\)|<!--.*?-->|^    .*$|Qwen2\.5(?:-Coder)?-[\d.]+B|SmolLM2(?:-135M)?|H\d00|agentgym-27"
+    r"|\b\d+(?:\.\d+)?[MB]\b|\w+S\d+\b|95% interval|[\w-]+-[37]B|GPT-4o|pass@\w|4k turns",
+    re.MULTILINE,
+)
+"""Text whose digits are names: code, links, commands, models, sizes, levels."""
+BOOTSTRAP = 0.25
+"""Standard errors by which two bootstrap limits of 2,000 and 10,000 resamples may differ: four times their noise."""
+Record = dict[str, Any]
 Rates = dict[str, float]
 Value = float | tuple[float, float]
 """A number, or a number and the slack it is allowed."""
 
 
-def load(study: str) -> list[dict[str, Any]]:
+def load(study: str) -> list[Record]:
     return [json.loads(path.read_text()) for path in sorted((RESULTS / study).glob("*.json"))]
 
 
@@ -58,7 +70,8 @@ def bootstrap(values: Sequence[float]) -> tuple[Value, Value]:
     """Return the limits of a 95% percentile bootstrap in points, with the noise of resampling as slack."""
     rng = random.Random(7)
     means = sorted(mean(rng.choices(values, k=len(values))) for _ in range(2000))
-    return (100 * means[49], BOOTSTRAP), (100 * means[1949], BOOTSTRAP)
+    slack = 100 * (BOOTSTRAP * statistics.stdev(values) / math.sqrt(len(values)) + 0.001)
+    return (100 * means[49], slack), (100 * means[1949], slack)
 
 
 def sign_flips(values: Sequence[float], unit: int) -> float:
@@ -84,38 +97,71 @@ def holm(values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-class Page:
-    """The page, and the numbers on it that a check covered."""
+class Pages:
+    """The pages, and the numbers on them that a check covered."""
 
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.covered: set[int] = set()
+    def __init__(self, texts: dict[str, str]) -> None:
+        self.texts = texts
+        self.covered: set[tuple[str, int]] = set()
         self.failures: list[str] = []
         self.checks = 0
 
     def expect(self, snippet: str, *values: Value) -> None:
-        """Check the first place that reads like `snippet` against the values, in the order of its `#`."""
+        """Check every place that reads like `snippet` against the values, in the order of its `#`."""
         pattern = SPACE.join(map(re.escape, snippet.split())).replace(r"\#", f"({NUMBER})")
-        match = re.search(pattern, self.text)
+        matches = [(name, match) for name, text in self.texts.items() for match in re.finditer(pattern, text)]
         self.checks += 1
-        if match is None or match.re.groups != len(values):
-            self.failures.append(f"not on the page: {snippet}")
-            return
-        for index, given in enumerate(values, 1):
-            value, slack = given if isinstance(given, tuple) else (given, 0.0)
-            self.covered.add(match.start(index))
-            if not agrees(match[index].replace("−", "-").replace(",", ""), value, slack):
-                self.failures.append(f"{snippet!r}: the page has {match[index]}, the records give {value:.6g}")
+        if not matches or matches[0][1].re.groups != len(values):
+            self.failures.append(f"not on the pages: {snippet}")
+        for name, match in matches:
+            for index, given in enumerate(values[: match.re.groups], 1):
+                value, slack = given if isinstance(given, tuple) else (given, 0.0)
+                self.covered.add((name, match.start(index)))
+                if not agrees(match[index].replace("−", "-").replace(",", ""), value, slack):
+                    self.failures.append(f"{snippet!r}: {name} has {match[index]}, the records give {value:.6g}")
+
+    def require(self, statement: str, holds: bool) -> None:
+        """Check words that the records must support."""
+        self.checks += 1
+        if not any(" ".join(statement.split()) in " ".join(text.split()) for text in self.texts.values()):
+            self.failures.append(f"not on the pages: {statement}")
+        elif not holds:
+            self.failures.append(f"the records do not support: {statement}")
+
+    def accept(self, *snippets: str) -> None:
+        """Count the numbers of a text as covered: settings, names and published values, which no record has."""
+        for snippet in snippets:
+            pattern = SPACE.join(map(re.escape, snippet.split()))
+            matches = [(name, match) for name, text in self.texts.items() for match in re.finditer(pattern, text)]
+            if not matches:
+                self.failures.append(f"not on the pages: {snippet}")
+            for name, match in matches:
+                self.covered |= {(name, match.start() + n.start()) for n in re.finditer(NUMBER, match[0])}
 
     def uncovered(self) -> list[str]:
-        """Return the lines of verdicts and results with a number that no check covered."""
-        history = self.text.index("The protocol below was committed"), self.text.index("## Results")
-        end = self.text.index("## How to repeat it")
-        lines: dict[int, list[str]] = defaultdict(list)
-        for match in re.finditer(NUMBER, self.text[:end]):
-            if match.start() not in self.covered and not history[0] <= match.start() < history[1]:
-                lines[self.text.count("\n", 0, match.start()) + 1].append(match[0])
-        return [f"line {line}: {', '.join(numbers)}" for line, numbers in lines.items()]
+        """Return the lines with a number that nothing covered, but for the protocol, which is full of settings.
+
+        A name such as SmolLM2 or 1.5B holds no number.
+        """
+        lines: dict[tuple[str, int], list[str]] = defaultdict(list)
+        for name, text in self.texts.items():
+            if name == PROTOCOL:
+                continue
+            plain = NAMES.sub(lambda match: "x" * len(match[0]), text)
+            for match in re.finditer(NUMBER, plain):
+                if (name, match.start()) not in self.covered:
+                    lines[name, text.count("\n", 0, match.start()) + 1].append(match[0])
+        return [f"{name}:{line}: {', '.join(numbers)}" for (name, line), numbers in lines.items()]
+
+
+def read_pages(root: Path = ROOT) -> dict[str, str]:
+    """Return the texts to check by page. Of the README these are the picture's caption and one section."""
+    texts = {name: (root / name).read_text(encoding="utf-8") for name in PAGES}
+    readme = texts["README.md"]
+    caption = re.search(r"\(docs/images/qwen-textcraft\.png\)\n(.*)\n", readme)
+    section = readme[readme.index(README_SECTION) :].split("\n## ")[0]
+    texts["README.md"] = f"{caption[1] if caption else ''}\n{section}"
+    return texts
 
 
 def agrees(written: str, value: float, slack: float) -> bool:

@@ -187,6 +187,11 @@ def draw_curves(panels: Sequence[Any], runs: Sequence[Record], task: str, colour
                 axes.plot(*mean_curve([(xs[number], ys) for xs, ys in curves]), color=colour, linewidth=2, label=arm)
 
 
+def runs_with_evaluations(records: Sequence[Record], task: str, arms: Sequence[str]) -> list[Record]:
+    """Return the runs of a task that have a curve of held-out success."""
+    return [r for r in runs_of(records) if r["task"] == task and r["arm"] in arms and r["evaluations"]]
+
+
 def costs_table(records: Sequence[Record], task: str) -> list[str]:
     """Return steps, tokens and wall-clock of the runs of a task, mean over seeds."""
     lines = [
@@ -194,7 +199,7 @@ def costs_table(records: Sequence[Record], task: str) -> list[str]:
         "|---|---|---|---|---|---|---|",
     ]
     for arm, title in ROWS.items():
-        runs = [r for r in runs_of(records) if (r["task"], r["arm"]) == (task, arm)]
+        runs = runs_with_evaluations(records, task, [arm])
         if runs and arm != "base":
             steps, seconds = (statistics.fmean(r[n] for r in runs) for n in ("steps", "seconds"))
             tokens = statistics.fmean(r.get("sampled_tokens", 0) for r in runs)

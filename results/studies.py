@@ -1,4 +1,4 @@
-"""Jobs of the experiments in docs/results/evidence.md: arms, tasks and starting models."""
+"""Jobs of the experiments in docs/results/evidence-protocol.md: arms, tasks and starting models."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def trained(task: str, arm: str, size: str, seed: int, arguments: tuple[str, ...
 
 
 FAR_ROOMS = ("KeyInBox", "Unlock", "UnlockPickupDist", "GoToImpUnlock", "OneRoomS20", "SynthLoc")
-"""Levels on which the oracle needs six to ten turns (median) and at most four turns in a quarter of the episodes."""
+"""Levels on which the oracle needs five to ten turns (median by level). It ends a quarter of the items within four."""
 MIDDLE = ("horizon.kind=fixed", "horizon.turns=[{middle}]", "eval.every=20")
 """Control arm: separates a growing horizon from a medium one."""
 

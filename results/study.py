@@ -375,7 +375,7 @@ def pretrained_models(options: Sequence[str]) -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("studies", nargs="+", choices=sorted(STUDIES), metavar="study", help=", ".join(STUDIES))
-    parser.add_argument("--seeds", nargs="+", type=int, help="default: the seeds of docs/results/evidence.md")
+    parser.add_argument("--seeds", nargs="+", type=int, help="default: the seeds of docs/results/evidence-protocol.md")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="run only jobs with WORD in the name")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="parallel commands")
     parser.add_argument("--limit-s", type=float, default=1e9, help="stop after this many seconds, with checkpoints")

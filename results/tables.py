@@ -1,4 +1,4 @@
-"""Tables of docs/results/evidence.md: results of each arm and significance tests of the differences."""
+"""Tables of docs/results/evidence-details.md: results of each arm and significance tests of the differences."""
 
 from __future__ import annotations
 
@@ -231,21 +231,31 @@ def gains_table(records: Sequence[Record], few: int = 4, many: int = 32) -> list
     return [*lines, "", *gains_over_chance_table(records, few, many)]
 
 
-def gains_over_chance_table(records: Sequence[Record], few: int, many: int) -> list[str]:
-    """Return the gain from more turns less random play's own gain on the same items, by size, before and after RL."""
+def gains_over_chance(records: Sequence[Record], few: int, many: int) -> dict[str, list[float]]:
+    """Return each agent's gain from more turns less random play's own, item by item, mean over seeds."""
     chance = next((r for r in records if r["arm"] == RANDOM), None)
     if chance is None:
+        return {}
+    own = {item: rate - item_rates(chance, few)[item] for item, rate in item_rates(chance, many).items()}
+    gains = {}
+    for arm in sorted({r["arm"] for r in records if r["arm"] != RANDOM}):
+        agents = [(item_rates(r, few), item_rates(r, many)) for r in records if r["arm"] == arm]
+        gains[arm] = [statistics.fmean(more[i] - less[i] for less, more in agents) - gain for i, gain in own.items()]
+    return gains
+
+
+def gains_over_chance_table(records: Sequence[Record], few: int, many: int) -> list[str]:
+    """Return the gain from more turns less random play's own gain on the same items, by size, before and after RL."""
+    gains = gains_over_chance(records, few, many)
+    if not gains:
         return ["The gains cannot be compared with random play, which has no record."]
     lines = [
         f"| agent | from {few} to {many} turns, less random play's gain (95% interval over items) | p over items |",
         "|---|---|---|",
     ]
-    own = {item: rate - item_rates(chance, few)[item] for item, rate in item_rates(chance, many).items()}
-    for arm in sorted({r["arm"] for r in records if r["arm"] != RANDOM}):
-        agents = [(item_rates(r, few), item_rates(r, many)) for r in records if r["arm"] == arm]
-        gains = [statistics.fmean(more[i] - less[i] for less, more in agents) - gain for i, gain in own.items()]
-        gain = in_points(statistics.fmean(gains), *mean_interval(gains))
-        lines.append(f"| {arm} | {gain} | {sign_flip_test(gains):.2g} |")
+    for arm, values in gains.items():
+        gain = in_points(statistics.fmean(values), *mean_interval(values))
+        lines.append(f"| {arm} | {gain} | {sign_flip_test(values):.2g} |")
     return lines
 
 

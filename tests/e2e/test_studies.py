@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "results"))
+import claims  # noqa: E402
 import plot  # noqa: E402
 import records  # noqa: E402
 import studies  # noqa: E402
@@ -300,12 +301,29 @@ def test_gains_of_turns_are_compared_with_those_of_parameters_and_tries(tmp_path
     assert (tmp_path / "evidence-interaction.png").stat().st_size > 10_000
 
 
+def test_the_picture_of_each_claim_is_drawn_from_its_studies(tmp_path: Path) -> None:
+    arms = {"staged": 0.5, "fixed-long": 0.4, "fixed-short": 0.3}
+    by_study: dict[str, list[dict[str, Any]]] = {name: [] for name in plot.STUDIES}
+    by_study["staged-horizon"] = [run_record(arm, s, end) for arm, end in arms.items() for s in range(2)]
+    agents = [evaluation(arm, {"16": ["10", "11"]}, "far rooms", s) for arm in arms for s in range(2)]
+    agents[0]["outcomes"]["16"] = dict.fromkeys(agents[0]["outcomes"]["16"], "11")
+    by_study["horizon-conditions"] = agents
+    assert claims.staged_less_fixed_long(by_study["staged-horizon"], "babyai") == pytest.approx([0.1, 0.1])
+    assert claims.staged_less_fixed_long(agents, "far rooms") == pytest.approx([0.25, 0.0])
+    outcomes = {"4": ["1000", "0000"], "32": ["1111", "0000"]}
+    by_study["interaction"] = [evaluation(arm, outcomes) for arm in ("random play", "base 1M", "staged 1M")]
+    for name, draw in claims.PICTURES.items():
+        assert draw(by_study, tmp_path / name)
+        assert (tmp_path / name).stat().st_size > 10_000
+        assert not draw({name: [] for name in plot.STUDIES}, tmp_path / name)
+
+
 def test_missing_results_are_reported_and_not_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["plot.py", "--results", str(tmp_path), "--out", str(tmp_path / "images")])
     plot.main()
-    assert "evidence.png: not drawn" in capsys.readouterr().out
+    assert "evidence-staged.png: not drawn" in capsys.readouterr().out
     jobs = {"staged-horizon": studies.staged_horizon(None)[:2], "interaction": studies.interaction(None)[:1]}
     for name, recorded_jobs in jobs.items():
         (tmp_path / name).mkdir()
@@ -315,10 +333,11 @@ def test_missing_results_are_reported_and_not_drawn(
     plot.main()
     printed = capsys.readouterr().out
     assert "rl-over-base: no results yet" in printed
-    assert "evidence.png: without claim A, C" in printed
+    assert "evidence-staged.png: drawn" in printed
+    assert "evidence-turns.png: not drawn" in printed
     assert "Not complete: 2 of 60 jobs have a record." in printed
     assert "No agent has an evaluation so far." in (tmp_path / "tables.md").read_text()
     drawn = sorted(path.name for path in (tmp_path / "images").iterdir())
-    assert drawn == ["evidence-horizons.png", "evidence.png"]
+    assert drawn == ["evidence-horizons.png", "evidence-staged.png"]
     all_but_one = [{"job": job.name} for job in studies.rl_over_base(None) if job.name != "eval-smollm2-rl-babyai-0"]
     assert records.describe_missing("rl-over-base", all_but_one) == "no record of evaluations of babyai, RL (seeds 0)"
