@@ -165,7 +165,7 @@ def length_of_runs(model: RealModel) -> str:
     steps, tokens, seconds = (
         statistics.fmean(r[n] for r in model.runs) for n in ("steps", "sampled_tokens", "seconds")
     )
-    minutes = f"{seconds / 60:.0f} minutes on one {run['hardware'].partition(',')[0]}"
+    minutes = f"{seconds / 60:.0f} minutes on one {run['hardware'].partition(',')[0]} that other jobs used, too"
     text = (
         f"A run has {steps:.0f} steps of {rl['groups_per_step'] * rl['group_size']} episodes under "
         f"{', '.join(turns[:-1])} and {turns[-1]} turns, {tokens / 1e6:.1f} million sampled tokens, {minutes}."
