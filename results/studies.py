@@ -355,20 +355,51 @@ def long_context(seeds: list[int] | None) -> list[Job]:
     return jobs
 
 
+STALENESS_BOUNDS = (0, 1, 2, 4)
+"""Steps that groups may be old at most, in the study of asynchronous groups."""
+
+
 def asynchronous(seeds: list[int] | None) -> list[Job]:
-    """Return the quickstart with groups that are 0, 1, 2 and 4 steps old at most."""
+    """Return the quickstart with each bound of staleness."""
     return [
-        Job(
-            name=f"quickstart-staleness-{bound}-{seed}",
-            arm=f"max_staleness {bound}",
-            task="babyai",
-            seed=seed,
-            recipe="quickstart.toml",
-            arguments=(f"rl.max_staleness={bound}",),
-        )
+        stale(bound, Job(name="quickstart", arm="", task="babyai", seed=seed, recipe="quickstart.toml"))
         for seed in (seeds if seeds is not None else range(3))
-        for bound in (0, 1, 2, 4)
+        for bound in STALENESS_BOUNDS
     ]
+
+
+def asynchronous_textcraft(seeds: list[int] | None) -> list[Job]:
+    """Return SmolLM2-135M on TextCraft with each bound of staleness: an imitation and 120 steps. It needs one GPU."""
+    settings = (f"model.path={{{PRETRAINED}}}", "rl.steps=120", "eval.every=120")
+    recipe = Job(name="smollm2-textcraft", arm="", task="textcraft", seed=0, recipe="smollm2/textcraft.toml")
+    return [
+        stale(bound, replace(recipe, seed=seed, arguments=settings))
+        for seed in (seeds if seeds is not None else range(3))
+        for bound in STALENESS_BOUNDS
+    ]
+
+
+def asynchronous_babyai(seeds: list[int] | None) -> list[Job]:
+    """Return Qwen2.5-Coder-1.5B after imitation on BabyAI with 50 turns, synchronous and with two steps of staleness.
+
+    After imitation most episodes end early, and a synchronous step waits for the longest one. It needs one GPU.
+    """
+    settings = ("horizon.kind=fixed", "horizon.turns=[50]", "agent.max_context=6144", "agent.concurrency=256")
+    jobs: list[Job] = []
+    for seed in seeds if seeds is not None else range(1):
+        start = Job(name=f"async-sft-{seed}", arm="SFT", task="babyai", seed=seed, recipe="qwen/babyai-sft.toml")
+        jobs.append(replace(start, arguments=(f"model.path={{{PRETRAINED}}}",)))
+        arguments = (f"model.path={{{start.name}}}", *settings, "rl.steps=40", "eval.every=20", "rl.keep_cache=true")
+        run = Job(name="async-babyai", arm="", task="babyai", seed=seed, recipe="qwen/babyai.toml")
+        jobs += [stale(bound, replace(run, arguments=arguments)) for bound in (0, 2)]
+    return jobs
+
+
+def stale(bound: int, job: Job) -> Job:
+    """Return the job with a bound of staleness, in its name and its arm."""
+    name = f"{job.name}-staleness-{bound}-{job.seed}"
+    arguments = (*job.arguments, f"rl.max_staleness={bound}")
+    return replace(job, name=name, arm=f"max_staleness {bound}", arguments=arguments)
 
 
 TREE_ARMS: dict[str, tuple[str, ...]] = {
@@ -451,6 +482,8 @@ STUDIES: dict[str, Callable[[list[int] | None], list[Job]]] = {
     "collapse": collapse,
     "long-context": long_context,
     "asynchronous": asynchronous,
+    "asynchronous-textcraft": asynchronous_textcraft,
+    "asynchronous-babyai": asynchronous_babyai,
     "trees": trees,
     "qwen-trees": qwen_trees,
     "debate": debate,
