@@ -255,6 +255,48 @@ async def test_a_template_that_changes_history_starts_segments(style: str, templ
     assert sorted(sampled) == sorted(t for i in replies for t in trajectory.messages[i].token_ids)
 
 
+STRICT = (
+    """\
+{%- set seen = namespace(texts=0) -%}
+{%- for message in messages if message.role != 'system' -%}
+{%- if message.role == 'user' or (message.role == 'assistant' and not message.tool_calls) -%}
+{%- if (message.role == 'user') == (seen.texts % 2 == 1) -%}{{- raise_exception('roles must alternate') -}}{%- endif -%}
+{%- set seen.texts = seen.texts + 1 -%}
+{%- endif -%}
+{%- for call in message.tool_calls or [] if call.id | length != 9 -%}{{- raise_exception('bad id') -}}{%- endfor -%}
+{%- endfor -%}
+"""
+    + MOVES_TOOLS
+)
+"""Checks roles and ids as the templates of Mistral Small and Mistral Nemo do."""
+
+
+@pytest.mark.parametrize(
+    ("texts", "valid"),
+    [
+        (['[TOOL_CALLS][{"name": "count"'] * 2, [False, False]),
+        (['[TOOL_CALLS][{"name": "count"', "I wait."], [False, False]),
+        (["I wait.", '[TOOL_CALLS][{"name": "count"[TOOL_CALLS][{"way"'], [False, False]),
+        (['[TOOL_CALLS][{"name": "count", "arguments": {"way": "up"}, "id": "x"}]'] * 2, [True, True]),
+        (['[TOOL_CALLS]count[CALL_ID]x[ARGS]{"way": "up"}'] * 2, [True, True]),
+    ],
+    ids=["malformed twice", "malformed, then text", "two malformed calls", "a wrong id", "a wrong named id"],
+)
+async def test_a_strict_template_survives_malformed_calls(texts: list[str], valid: list[bool]) -> None:
+    renderer = Renderer(byte_level_bpe("mistral"), STRICT)
+    up = '[TOOL_CALLS][{"name": "count", "arguments": {"way": "up"}, "id": "abcdefg12"}]'
+    replies = [[*renderer.encode(text), renderer.end_of_turn] for text in [*texts, up, up, up]]
+    trajectory, engine = await play(replies, renderer, item=2)
+    assert trajectory.error is None
+    assert [info["valid"] for info in trajectory.infos[:2]] == valid
+    assert all(info["valid"] for info in trajectory.infos[2:])
+    told = "not valid JSON" in renderer.tokenizer.decode(engine.prompts[-1])
+    assert told is not valid[1], "an error stays in the conversation"
+    sampled = [t for s in trajectory.segments for t, kept in zip(s.token_ids, s.loss_mask, strict=True) if kept]
+    played = [t for m in trajectory.messages if m.role == "assistant" for t in m.token_ids]
+    assert sorted(sampled) == sorted(played)
+
+
 TOOL_USE = """\
 {{- '<|im_start|>system\\nHere are functions that you may call: <tools>' -}}
 {%- for tool in tools -%}{{- ' ' + tool | tojson -}}{%- endfor -%}

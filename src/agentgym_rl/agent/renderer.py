@@ -319,6 +319,10 @@ class Renderer:
         try:
             return self._apply_template(messages, generation_prompt, tools)
         except TemplateError:
+            answered = _with_answers_of_the_user(messages)
+            if answered != messages:
+                with suppress(TemplateError):
+                    return self._apply_template(answered, generation_prompt, tools)
             if not any(len(m.tool_calls or ()) > 1 for m in messages):
                 raise
             return self._apply_template([self._with_calls_as_text(m) for m in messages], generation_prompt, tools)
@@ -543,6 +547,23 @@ class Renderer:
 def _key_of(tools: Tools) -> str:
     """Return tools as a key of the caches of ids."""
     return json.dumps(list(tools)) if tools else "[]"
+
+
+def _with_answers_of_the_user(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with the results of malformed calls as texts of the user.
+
+    A reply without a valid call is a text for the template, and Mistral's accept only the user after a text.
+    """
+    changed: list[Message] = []
+    for message in messages:
+        reply = next((m for m in reversed(changed) if m.role == "assistant"), None)
+        if message.role != "tool" or reply is None or any(not call.error for call in reply.tool_calls or ()):
+            changed.append(message)
+        elif changed[-1].role == "user":  # several malformed calls
+            changed[-1] = replace(changed[-1], content=f"{changed[-1].content}\n{message.content}")
+        else:
+            changed.append(Message("user", message.content))
+    return changed
 
 
 def _without_ids(parsed: Parsed) -> Parsed:

@@ -84,6 +84,8 @@ def parse_llama3(reply: str) -> Parsed:
 
 
 _MISTRAL = "[TOOL_CALLS]"
+_ID = re.compile("[A-Za-z0-9]{9}")
+"""Ids that Mistral's templates accept. Another one is replaced (`numbered`), as if the model had written none."""
 _NAMED_CALL = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\](\w+))?(?:\[ARGS\])?\s*(?=\{)")
 
 
@@ -169,7 +171,8 @@ def _checked(value: Any, raw: str) -> ToolCall:
     if not isinstance(arguments, dict):
         return _malformed(f"the arguments must be a JSON object, got {json.dumps(arguments)[:60]}", raw)
     identifier = value.get("id")
-    return ToolCall(value["name"], arguments, identifier if isinstance(identifier, str) else "")
+    is_valid = isinstance(identifier, str) and _ID.fullmatch(identifier)
+    return ToolCall(value["name"], arguments, identifier if is_valid else "")
 
 
 def _malformed(error: str, raw: str) -> ToolCall:
