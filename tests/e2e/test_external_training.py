@@ -6,8 +6,6 @@ import json
 import socket
 import sys
 import threading
-import time
-import urllib.error
 from pathlib import Path
 
 import pytest
@@ -123,26 +121,19 @@ def test_clients_of_the_proxy_command_play_the_episodes_of_a_run(tmp_path: Path)
         port = free.getsockname()[1]
     arguments = ["proxy", str(EXAMPLES / "keydoor.toml"), f"run_dir={tmp_path / 'run'}", *SMALL, "--port", str(port)]
     process = Process(arguments, tmp_path / "output")
-    over = threading.Event()
     played: list[str] = []
 
     def client() -> None:
-        while not over.is_set():
-            try:
-                episode = Episode.claim(f"http://127.0.0.1:{port}")
-            except (urllib.error.URLError, ConnectionError):
-                time.sleep(0.2)  # not there yet, or over
-                continue
-            if episode is not None:
-                openai_agent.play(episode)
-                played.append(episode.url)
+        for episode in Episode.claim_all(f"http://127.0.0.1:{port}"):
+            openai_agent.play(episode)
+            played.append(episode.url)
 
-    thread = threading.Thread(target=client)
+    thread = threading.Thread(target=client, daemon=True)
     thread.start()
-    try:
-        assert process.wait() == 0, (tmp_path / "output").read_text()
-    finally:
-        over.set()
-        thread.join(60)
-    assert f"http://127.0.0.1:{port}" in (tmp_path / "output").read_text()
+    assert process.wait() == 0, (tmp_path / "output").read_text()
+    thread.join(60)
+    assert not thread.is_alive(), "the client ends with the run"
+    output = (tmp_path / "output").read_text()
+    assert f"http://127.0.0.1:{port}" in output
+    assert "Traceback" not in output
     assert len(episodes(tmp_path / "run")) + 4 == len(played)

@@ -126,6 +126,8 @@ def test_an_untrained_first_reply_is_kept_if_not_an_acknowledgement(tmp_path: Pa
         [{"item_id": "x"}],
         [{"item_id": "x", "conversations": [{"from": "tool", "value": "a"}]}],
         [{"item_id": "x", "conversations": [{"from": "gpt"}]}],
+        [{"item_id": "x", "conversations": [{"from": "gpt", "loss": True, "value": "go"}]}],
+        [{"messages": [{"role": "assistant", "content": "go"}]}],
         [3],
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import sys
 import textwrap
 import urllib.error
@@ -20,8 +21,9 @@ from scripted_engine_for_tests import ScriptedEngine, scripted_logprob
 from tokenizers_for_tests import byte_level_bpe, split_segmentation
 
 from agentgym_rl.agent.collect import Collector
+from agentgym_rl.agent.proxy import client
 from agentgym_rl.agent.proxy.app import Proxy
-from agentgym_rl.agent.proxy.client import Episode
+from agentgym_rl.agent.proxy.client import Episode, RunEnded
 from agentgym_rl.agent.proxy.external import ExternalPolicy, ExternalSession, sampled_model
 from agentgym_rl.agent.proxy.programs import Program
 from agentgym_rl.agent.renderer import Renderer
@@ -362,6 +364,38 @@ async def test_a_client_claims_an_episode_and_ends_it(player: Player) -> None:
     [trajectory] = await playing
     assert (trajectory.stop, trajectory.success) == (StopReason.DONE, True)
     assert trajectory.rewards == [0.25, 0.5], "the reward is added to those of the environment"
+
+
+async def test_clients_that_wait_are_told_that_the_run_has_ended(player: Player) -> None:
+    await player.proxy.start()
+    waiting = [asyncio.create_task(asyncio.to_thread(Episode.claim, player.proxy.url)) for _ in range(3)]
+    playing = asyncio.create_task(player.play(Program(())))
+    done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    [claimed] = [task.result() for task in done]
+    assert claimed is not None
+    await asyncio.to_thread(claimed.end, 1.0)
+    await playing
+    for task in set(waiting) - done:
+        with pytest.raises(RunEnded, match="has ended"):
+            await task
+
+
+async def test_claim_all_waits_for_the_run_to_start_and_ends_with_it(player: Player, monkeypatch: Any) -> None:
+    monkeypatch.setattr(client, "POLL_S", 0.01)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    player.proxy = Proxy(port=port)
+
+    def play_all() -> int:
+        return sum(episode.end(1.0) is None for episode in Episode.claim_all(f"http://127.0.0.1:{port}"))
+
+    playing = asyncio.create_task(asyncio.to_thread(play_all))
+    await asyncio.sleep(0.05)
+    trajectories = await player.play(Program(()), episodes=2)
+    assert [trajectory.rewards for trajectory in trajectories] == [[1.0], [1.0]]
+    assert await playing == 2
+    with pytest.raises(urllib.error.URLError, match="refused"):
+        next(Episode.claim_all(f"http://127.0.0.1:{port}", start_timeout_s=0))
 
 
 def test_a_proxy_for_other_machines_needs_a_token() -> None:

@@ -383,11 +383,33 @@ async def test_a_summary_has_at_most_the_tokens_that_are_left_in_the_context() -
     [(prompt_ids, completion)] = recorder.calls
     asked = [*prompt_ids, *completion.token_ids, *renderer.follow_up(ASK)]
     limits = Limits(max_turns=4, max_new_tokens=20, max_context=len(asked) + 5)
-    replies = ["up", "I counted up and up again.", "up", "down"]
+    replies = ["up", "I counted up and up again.", *["up"] * 6]
     trajectory, recorder, _ = await scripted("chatml", replies, limits, context=Context("summary", 1, 24))
     assert recorder.calls[1][0] == asked
     assert len(recorder.calls[1][1].token_ids) == 5
     assert all(len(segment.token_ids) <= limits.max_context for segment in trajectory.segments)
+
+
+async def test_without_space_for_a_summary_turns_are_left_out() -> None:
+    _, recorder, renderer = await scripted("chatml", ["up"], replace(LIMITS, max_turns=1))
+    [(prompt_ids, completion)] = recorder.calls
+    asked = len(prompt_ids) + len(completion.token_ids) + len(renderer.follow_up(ASK))
+    limits = Limits(max_turns=3, max_new_tokens=20, max_context=asked)
+    trajectory, recorder, _ = await scripted("chatml", ["up"] * 3, limits, context=Context("summary", 1, 24))
+    assert (trajectory.stop, trajectory.num_turns) == (StopReason.MAX_TURNS, 3)
+    assert LEFT_OUT in renderer.tokenizer.decode(recorder.calls[1][0])
+    assert not any(m.purpose for m in trajectory.messages)
+
+
+def test_a_summary_that_is_cut_in_its_thought_is_shown_without_the_tag() -> None:
+    messages = [
+        Message("user", "Count."),
+        Message("assistant", "up", [1], [0.0]),
+        Message("user", ASK, purpose="summary"),
+        Message("assistant", "<think>\nI counted up and", [1], [0.0], purpose="summary"),
+        Message("user", "You are at 1.", dropped_turns=1),
+    ]
+    assert [m.content for m in view(messages)] == [f"Count.\n\n{SUMMARISED}\nI counted up and\n\nYou are at 1."]
 
 
 class Tooled(Staying):

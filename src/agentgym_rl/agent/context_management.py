@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from agentgym_rl.common.thoughts import without_thought
+from agentgym_rl.common.thoughts import OPEN, without_thought
 from agentgym_rl.types import Message
 
 SUMMARY = "summary"
@@ -85,5 +85,6 @@ def _turns(conversation: Sequence[Message]) -> list[list[Message]]:
 def _note(messages: Sequence[Message]) -> str:
     summaries = [m.content for m in messages if m.purpose == SUMMARY and m.role == "assistant"]
     if summaries:
-        return f"{SUMMARISED}\n{without_thought(summaries[-1]).strip()}"
+        text = without_thought(summaries[-1]).strip()
+        return f"{SUMMARISED}\n{text.removeprefix(OPEN).lstrip()}"  # the rest of a thought that was cut
     return LEFT_OUT

@@ -127,8 +127,6 @@ class EnginePolicy:
         if self._is_full(messages, prompt_ids, limits):
             if self._context.kind == "summary":
                 summary = await self._summarise(messages, limits)
-                if not summary:
-                    return Reply(new_messages, None, "max_context")
             tokenized, prompt_ids = self._shortened([*messages, *summary], new_messages, limits)
         free_tokens = limits.max_context - len(prompt_ids)
         if free_tokens < 1:
@@ -186,7 +184,10 @@ class EnginePolicy:
         return limits.max_new_tokens + len(self._renderer.follow_up(ASK)) + 1 + self._context.summary_tokens
 
     async def _summarise(self, messages: list[Message], limits: Limits) -> list[Message]:
-        """Return the request for a summary and the summary, or nothing if they do not fit into the context."""
+        """Return the request for a summary and the summary, or nothing if they do not fit into the context.
+
+        Without them turns are left out as by `window`.
+        """
         request = self._tokenized(messages, summary_request(messages))
         prompt_ids = self._prompt(messages, request)
         max_new_tokens = min(self._context.summary_tokens, limits.max_context - len(prompt_ids))

@@ -171,8 +171,8 @@ def _checked(value: Any, raw: str) -> ToolCall:
     if not isinstance(arguments, dict):
         return _malformed(f"the arguments must be a JSON object, got {json.dumps(arguments)[:60]}", raw)
     identifier = value.get("id")
-    is_valid = isinstance(identifier, str) and _ID.fullmatch(identifier)
-    return ToolCall(value["name"], arguments, identifier if is_valid else "")
+    valid_id = identifier if isinstance(identifier, str) and _ID.fullmatch(identifier) else ""
+    return ToolCall(value["name"], arguments, valid_id)
 
 
 def _malformed(error: str, raw: str) -> ToolCall:

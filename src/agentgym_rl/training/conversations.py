@@ -47,7 +47,8 @@ def to_conversation(trajectory: Trajectory) -> Conversation:
     """Return a trajectory as a conversation. Every reply is imitated except injected mistakes and wrong thoughts.
 
     A conversation can leave out whole replies only, so a reply that corrects its thought is left out with it. Token ids
-    and log-probabilities are dropped, because they belong to one tokenizer.
+    and log-probabilities are dropped, because they belong to one tokenizer. If the context was cut, the conversation is
+    whole all the same, without summaries.
     """
     rows = zip(trajectory.messages, trajectory.imitated, trajectory.unimitated_chars, strict=True)
     kept = [(message, trained and not wrong) for message, trained, wrong in rows if not message.purpose]
@@ -114,7 +115,12 @@ def read_conversations(path: Path) -> list[Conversation]:
         rows = json.loads(text) if path.suffix == ".json" else [json.loads(line) for line in lines]
         if not isinstance(rows, list):
             raise TypeError(f"a list is needed, it holds a {type(rows).__name__}")
-        return [_from_messages(row) if "messages" in row else _from_row(row) for row in rows]
+        conversations = [_from_messages(row) if "messages" in row else _from_row(row) for row in rows]
+        for number, conversation in enumerate(conversations, 1):
+            if conversation.messages and conversation.messages[0].role not in ("system", "user"):
+                first = conversation.messages[0].role
+                raise ValueError(f"conversation {number} must begin with a system or user message, got {first!r}")
+        return conversations
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} is not a list of AgentGym conversations or OpenAI messages: {error!r}") from None
 

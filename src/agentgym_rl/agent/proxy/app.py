@@ -82,7 +82,8 @@ class Proxy:
             await self._server.listening.wait()
 
     async def close(self) -> None:
-        """Stop listening."""
+        """Stop listening. Clients that wait for an episode get status 410."""
+        self.sessions.close()
         if self._server is not None and self._serving is not None:
             self._server.should_exit = True
             await self._serving

@@ -12,13 +12,20 @@ import inspect
 import json
 import os
 import sys
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 SESSION_URL = "AGENTGYM_SESSION_URL"
 """Variable with the address of the episode; its key is in OPENAI_API_KEY."""
+POLL_S = 0.5
+"""Seconds between attempts to reach a proxy that does not listen yet."""
+
+
+class RunEnded(Exception):
+    """The run has ended and has no further episodes."""
 
 
 class Episode:
@@ -44,13 +51,40 @@ class Episode:
 
     @classmethod
     def claim(cls, proxy_url: str, token: str = "") -> Episode | None:
-        """Return an episode that waits for a client of `agentgym-rl proxy`, or None if there is none yet."""
+        """Return an episode that waits for a client of `agentgym-rl proxy`, or None if there is none yet.
+
+        Raise RunEnded after the last one.
+        """
         try:
             return cls(_request(f"{proxy_url}/sessions", token, {}))
         except urllib.error.HTTPError as error:
             if error.code == 404:
                 return None
+            if error.code == 410:
+                raise RunEnded(f"the run of {proxy_url} has ended") from None
             raise
+
+    @classmethod
+    def claim_all(cls, proxy_url: str, token: str = "", start_timeout_s: float = 600.0) -> Iterator[Episode]:
+        """Yield episodes until the run ends. Wait at most `start_timeout_s` for its proxy to listen."""
+        start, connected = time.monotonic(), False
+        while True:
+            try:
+                episode = cls.claim(proxy_url, token)
+            except RunEnded:
+                return
+            except urllib.error.HTTPError:
+                raise
+            except (urllib.error.URLError, ConnectionError):
+                if connected:  # the run ended between two requests
+                    return
+                if time.monotonic() - start > start_timeout_s:
+                    raise
+                time.sleep(POLL_S)
+                continue
+            connected = True
+            if episode is not None:
+                yield episode
 
     def step(self, action: str) -> str:
         """Play a text action and return the observation. `done` says whether the episode has ended."""

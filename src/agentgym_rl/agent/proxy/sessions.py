@@ -89,12 +89,14 @@ class Sessions:
         """Keys of ended sessions by id. A late call with the key alone is told from one with a wrong key."""
         self._unclaimed: deque[ProxySession] = deque()
         self._opened = asyncio.Event()
+        self._closed = False
 
     def __len__(self) -> int:
         return len(self._by_id)
 
     def open(self, session: ProxySession, *, claimable: bool) -> None:
         """Add a session. A claimable one is given to the next client that asks."""
+        self._closed = False
         self._by_id[session.id] = self._by_key[session.key] = session
         if claimable:
             self._unclaimed.append(session)
@@ -112,11 +114,21 @@ class Sessions:
         while len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
 
+    def close(self) -> None:
+        """Answer waiting clients: there will be no further session."""
+        self._closed = True
+        self._opened.set()
+
     async def claim(self, timeout_s: float) -> ProxySession | None:
-        """Return the session that waits longest for a client, or None if none came before the timeout."""
+        """Return the session that waits longest for a client, or None if none came before the timeout.
+
+        Raise RequestError if the run has ended.
+        """
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
+                    if self._closed:
+                        raise RequestError(410, "the run has ended: there are no further episodes", "run_ended")
                     if self._unclaimed:
                         return self._unclaimed.popleft()
                     self._opened.clear()
