@@ -357,7 +357,9 @@ async def test_a_client_claims_an_episode_and_ends_it(player: Player) -> None:
     episode = await asyncio.to_thread(Episode.claim, player.proxy.url, "secret")
     assert episode is not None
     assert episode.observation == "Goal: 4. You are at 0."
-    await asyncio.to_thread(episode.step, "up")
+    answer = await asyncio.to_thread(episode._played, {"action": "up"})
+    assert answer["info"]["valid"] is True
+    assert "state_key" not in answer["info"], "it may hold what the agent must not see"
     with pytest.raises(urllib.error.HTTPError, match="400"):
         await asyncio.to_thread(episode.end, float("nan"))
     await asyncio.to_thread(episode.end, 0.5, True)

@@ -73,8 +73,9 @@ class ProxySession:
         if pending is None:
             return False
         results = {"results": step.results} if step.results else {}
+        info = {key: value for key, value in step.info.items() if key != "state_key"}  # may hold what is hidden
         pending.answer.set_result(
-            {"observation": step.observation, "reward": step.reward, "done": done, "info": step.info, **results}
+            {"observation": step.observation, "reward": step.reward, "done": done, "info": info, **results}
         )
         return True
 
