@@ -112,7 +112,7 @@ def viewer(out: Path, work: Path) -> None:
             if name == "compare":
                 page.locator("main").get_by_role("link", name="Compare").click()
                 page.locator(".pair.heads").wait_for()
-            page.wait_for_function("!document.querySelector('.picture.waiting')")  # a replay on the server draws them
+            page.wait_for_selector(".picture.waiting", state="detached")  # a replay on the server draws them
             page.wait_for_timeout(1500)
             page.screenshot(path=out / f"viewer-{name}.png")
             page.close()
