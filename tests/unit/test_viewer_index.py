@@ -8,6 +8,7 @@ import random
 import shutil
 import socket
 import time
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from viewer_for_tests import (
     write_run,
 )
 
+from agentgym_rl.commands import view
 from agentgym_rl.commands.view import ViewerEnvironments
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.run.log import RunLog, read_trajectories
@@ -450,3 +452,17 @@ def test_token_texts_of_all_kinds_of_tokenizers() -> None:
 def test_a_path_that_is_not_a_folder_is_rejected() -> None:
     with pytest.raises(ConfigError, match="is not a folder"):
         Library([Path("/no/such/folder")], None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("env", "subsets"), [("babyai", True), ("no_such_environment", False)])
+def test_an_environment_is_looked_up_once_for_all_its_items(
+    env: str, subsets: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looking one up reads the metadata of every installed package, and a run has thousands of items."""
+    lookups: list[str] = []
+    monkeypatch.setattr(view, "_installed_class", lru_cache(view._installed_class.__wrapped__))
+    entries = view.catalog.entries
+    monkeypatch.setattr(view.catalog, "entries", lambda: lookups.append(env) or entries())
+    found = [ViewerEnvironments().subsets_of(env, item) for item in range(50)]
+    assert lookups == [env]
+    assert all(found) is subsets

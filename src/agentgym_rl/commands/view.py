@@ -165,12 +165,20 @@ def _has_item(env_class: type[TextEnv], item: int) -> bool:
     return any(item in items for items in env_class.splits.values())
 
 
-@lru_cache(maxsize=1 << 16)
 def _subsets_of(env: str, item: int) -> tuple[str, ...]:
     # Subsets only help filtering. They remain empty if the environment is not installed or has no such item.
+    env_class = _installed_class(env)
     with contextlib.suppress(Exception):
-        return tuple(catalog.load(env).subsets_of(item)) if env in catalog.entries() else ()
+        return () if env_class is None else tuple(env_class.subsets_of(item))
     return ()
+
+
+@lru_cache(maxsize=256)
+def _installed_class(env: str) -> type[TextEnv] | None:
+    """Return the class of a listed environment, or None if it is not installed. Finding it takes milliseconds."""
+    with contextlib.suppress(Exception):
+        return catalog.load(env) if env in catalog.entries() else None
+    return None
 
 
 def load_policy(name: str) -> ModelPlayer:
