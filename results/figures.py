@@ -90,16 +90,20 @@ def draw_bars(axes: Any, records: Sequence[Record], task: str) -> None:
     axes.grid(axis="x", visible=False)
 
 
+def draw_seeds(axes: Any, curves: Sequence[tuple[list[float], list[float]]], colour: str, label: str) -> None:
+    """Draw every seed's curve as a faint line and their mean as a thick one."""
+    for xs, ys in curves:
+        axes.plot(xs, ys, color=colour, alpha=0.25, linewidth=0.8)
+    axes.plot(*mean_curve(curves), color=colour, linewidth=2, label=label)
+
+
 def draw_curves(axes: Any, runs: Sequence[Record], task: str, name: str) -> None:
     """Draw the mean of each arm against sampled tokens, and every seed as a faint line."""
     for arm, colour in HORIZONS.items():
         curves = [curve(r, name) for r in runs if (r["task"], r["arm"]) == (task, arm)]
-        curves = [c for c in curves if c[0]]
-        for xs, ys in curves:
-            axes.plot([x / 1e3 for x in xs], ys, color=colour, alpha=0.25, linewidth=0.8)
+        curves = [([x / 1e3 for x in xs], ys) for xs, ys in curves if xs]
         if curves:
-            xs, ys = mean_curve(curves)
-            axes.plot([x / 1e3 for x in xs], ys, color=colour, linewidth=2, label=arm)
+            draw_seeds(axes, curves, colour, arm)
 
 
 def draw_turns(axes: Any, evaluated: Sequence[Record], arms: Sequence[tuple[str, str]]) -> None:

@@ -5,14 +5,14 @@ python results/long_context.py [--results results] [--docs docs]
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from plot import draw_legend, label_y_in_percent, new_figure, set_title
-from records import Record, describe_missing, mean_curve, percent_with_range, read_records, runs_of
+from figures import draw_legend, draw_seeds, label_y_in_percent, new_figure, set_title
+from records import Record, describe_missing, percent_with_range, runs_of
 from studies import LONG_CONTEXTS
+from study_page import write_page
 
 from agentgym_rl.evaluation.statistics import wilson_interval
 
@@ -131,9 +131,7 @@ def draw(records: Sequence[Record], path: Path) -> None:
             ([e["step"] for e in run["evaluations"]], [e["success"] for e in run["evaluations"]])
             for run in runs_of_arm(records, arm)
         ]
-        for xs, ys in curves:
-            axes.plot(xs, ys, color=colour, alpha=0.3, linewidth=0.9)
-        axes.plot(*mean_curve(curves), color=colour, linewidth=2, label=arm)
+        draw_seeds(axes, curves, colour, arm)
     axes.set_xlabel("training step", fontsize=9)
     label_y_in_percent(axes, "held-out success")
     set_title(axes, "Tours of twelve mazes, 200 turns in 2,048 tokens: mean and every seed")
@@ -141,16 +139,5 @@ def draw(records: Sequence[Record], path: Path) -> None:
     figure.savefig(path)
 
 
-def main() -> None:
-    root = Path(__file__).parents[1]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=root / "results")
-    parser.add_argument("--docs", type=Path, default=root / "docs")
-    options = parser.parse_args()
-    records = read_records(options.results, "long-context")
-    (options.docs / "results" / "long-context.md").write_text(page(records))
-    draw(records, options.docs / "images" / "long-context.png")
-
-
 if __name__ == "__main__":
-    main()
+    write_page("long-context", __doc__, page, draw)

@@ -5,23 +5,14 @@ python results/trees.py [--results results] [--docs docs]
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from plot import draw_legend, label_y_in_percent, new_figure, set_title
-from records import (
-    Record,
-    curve,
-    describe_missing,
-    interpolate,
-    mean_curve,
-    percent_with_range,
-    read_records,
-    runs_of,
-)
+from figures import draw_legend, draw_seeds, label_y_in_percent, new_figure, set_title
+from records import Record, curve, describe_missing, interpolate, percent_with_range, runs_of
 from studies import TREE_ARMS
+from study_page import write_page
 
 COLOURS = {"chains": "#c2410c", "trees": "#0f766e"}
 POINTS = 4
@@ -118,11 +109,8 @@ def page(records: list[Record]) -> str:
 def draw(records: Sequence[Record], path: Path) -> None:
     figure, ((axes,),) = new_figure(1, 1, 6.4, 3.6)
     for arm, colour in COLOURS.items():
-        curves = [curve(record, "success") for record in records if record["arm"] == arm]
-        for xs, ys in curves:
-            axes.plot([x / 1e3 for x in xs], ys, color=colour, alpha=0.3, linewidth=0.9)
-        xs, ys = mean_curve(curves)
-        axes.plot([x / 1e3 for x in xs], ys, color=colour, linewidth=2, label=arm)
+        curves = [curve(record, "success") for record in runs_by_seed(records) if record["arm"] == arm]
+        draw_seeds(axes, [([x / 1e3 for x in xs], ys) for xs, ys in curves], colour, arm)
     axes.set_xlabel("sampled tokens (thousands)", fontsize=9)
     label_y_in_percent(axes, "held-out success")
     set_title(axes, "KeyDoor from scratch, mean and every seed")
@@ -130,16 +118,5 @@ def draw(records: Sequence[Record], path: Path) -> None:
     figure.savefig(path)
 
 
-def main() -> None:
-    root = Path(__file__).parents[1]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=root / "results")
-    parser.add_argument("--docs", type=Path, default=root / "docs")
-    options = parser.parse_args()
-    records = read_records(options.results, "trees")
-    (options.docs / "results" / "trees.md").write_text(page(records))
-    draw(runs_by_seed(records), options.docs / "images" / "trees.png")
-
-
 if __name__ == "__main__":
-    main()
+    write_page("trees", __doc__, page, draw)

@@ -63,7 +63,7 @@ def studies(out: Path, work: Path) -> None:
     import trees
     from records import read_records
 
-    trees.draw(trees.runs_by_seed(read_records(ROOT / "results", "trees")), out / "trees.png")
+    trees.draw(read_records(ROOT / "results", "trees"), out / "trees.png")
     long_context.draw(read_records(ROOT / "results", "long-context"), out / "long-context.png")
 
 

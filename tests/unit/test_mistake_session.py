@@ -117,9 +117,10 @@ async def test_the_oracle_continues_from_the_state_after_a_mistake(tmp_path: Pat
     assert compared > 40
 
 
-async def test_mistakes_depend_on_the_seed_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize("env", ["textcraft", pytest.param("babyai", marks=pytest.mark.long)])
+async def test_mistakes_depend_on_the_seed_only(env: str, tmp_path: Path) -> None:
     for name, seed in (("first", 0), ("again", 0), ("other", 1)):
-        await play_warm_start(config_of("textcraft", 0.3, seed=seed), tmp_path / name)
+        await play_warm_start(config_of(env, 0.3, seed=seed), tmp_path / name)
     assert recorded_episodes(tmp_path / "first") == recorded_episodes(tmp_path / "again")
     assert any(info.get("mistake") for row in recorded_episodes(tmp_path / "first") for info in row["infos"])
     assert recorded_episodes(tmp_path / "first") != recorded_episodes(tmp_path / "other")
