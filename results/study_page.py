@@ -15,7 +15,7 @@ def write_page(
     page: Callable[[list[Record]], str],
     draw: Callable[[Sequence[Record], Path], None],
 ) -> None:
-    """Write docs/results/STUDY.md and docs/images/STUDY.png, as the command line says."""
+    """Write the page and the figure, both named after the study, into the folder of the docs."""
     root = Path(__file__).parents[1]
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=root / "results")
