@@ -369,8 +369,8 @@ def asynchronous(seeds: list[int] | None) -> list[Job]:
 
 
 def asynchronous_textcraft(seeds: list[int] | None) -> list[Job]:
-    """Return SmolLM2-135M on TextCraft with each bound of staleness: an imitation and 120 steps. It needs one GPU."""
-    settings = (f"model.path={{{PRETRAINED}}}", "rl.steps=120", "eval.every=120")
+    """Return SmolLM2-135M on TextCraft with each bound of staleness: an imitation and 60 steps. It needs one GPU."""
+    settings = (f"model.path={{{PRETRAINED}}}", "rl.steps=60", "horizon.steps_per_stage=20", "eval.every=60")
     recipe = Job(name="smollm2-textcraft", arm="", task="textcraft", seed=0, recipe="smollm2/textcraft.toml")
     return [
         stale(bound, replace(recipe, seed=seed, arguments=settings))
@@ -389,7 +389,7 @@ def asynchronous_babyai(seeds: list[int] | None) -> list[Job]:
     for seed in seeds if seeds is not None else range(1):
         start = Job(name=f"async-sft-{seed}", arm="SFT", task="babyai", seed=seed, recipe="qwen/babyai-sft.toml")
         jobs.append(replace(start, arguments=(f"model.path={{{PRETRAINED}}}",)))
-        arguments = (f"model.path={{{start.name}}}", *settings, "rl.steps=40", "eval.every=20", "rl.keep_cache=true")
+        arguments = (f"model.path={{{start.name}}}", *settings, "rl.steps=30", "eval.every=30", "rl.keep_cache=true")
         run = Job(name="async-babyai", arm="", task="babyai", seed=seed, recipe="qwen/babyai.toml")
         jobs += [stale(bound, replace(run, arguments=arguments)) for bound in (0, 2)]
     return jobs
