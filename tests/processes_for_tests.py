@@ -35,9 +35,8 @@ CONTEXT.set_forkserver_preload(PRELOADED)
 
 @contextlib.contextmanager
 def beside(serve: Callable[[Any, str], None], device: str) -> Iterator[tuple[Any, Any]]:
-    """Run `serve(connection, device)` in a process and yield (our connection, process). The process is spawned, not
-    forked, so that it may use CUDA."""
-    context = multiprocessing.get_context("spawn")
+    """Run `serve(connection, device)` in a process and yield (our connection, process)."""
+    context = CONTEXT if device == "cpu" else multiprocessing.get_context("spawn")
     parent_end, child_end = context.Pipe()
     process = context.Process(target=serve, args=(child_end, device), daemon=True)
     process.start()
