@@ -391,6 +391,11 @@ def write_shape(folder: Path) -> Path:
     return folder
 
 
+def test_a_small_model_is_counted_in_millions() -> None:
+    lines, _ = diagnose_recipe(load_config(Path(__file__).parents[2] / "recipes/quickstart.toml", []), device_gib=8)
+    assert lines[0] == "quickstart: 0.414M parameters, float32"
+
+
 def test_the_command_reports_it_with_its_exit_code(tmp_path: Path) -> None:
     model = write_shape(tmp_path / "model")
     recipe = tmp_path / "recipe.toml"

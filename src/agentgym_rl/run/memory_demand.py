@@ -129,7 +129,9 @@ def diagnose_recipe(
         split = f"engine.tensor_parallel = {demand.tensor_parallel}: an engine is on one node, of {per_node} GPUs"
     if split:
         lines.append(f"engine, over its devices: does not fit: {split}")
-    head = f"{config.name}: {demand.shape.count / 1e9:.3g}B parameters, {config.model.dtype}"
+    count = demand.shape.count
+    size = f"{count / 1e9:.3g}B" if count >= 1e9 else f"{count / 1e6:.3g}M"
+    head = f"{config.name}: {size} parameters, {config.model.dtype}"
     if demand.distributed:
         head += f", sharded over {demand.learners} learners" if demand.trained is None else ", whole on every learner"
     return [head, *lines, *on_hosts], fits and hosts_fit and not split
