@@ -250,6 +250,24 @@ async def test_a_host_that_is_killed_takes_its_episodes_along_and_is_started_aga
     await until(lambda: not is_running(int(marker.read_text())))
 
 
+async def test_no_program_outlives_a_killed_run(tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    run = f"""
+    import asyncio
+    from agentgym_rl.agent.proxy.programs import Program
+    async def main():
+        program = Program(("sh", "-c", "echo $$ > {started}; sleep 600"))
+        running = await program.start(dict.fromkeys(("base_url", "api_key", "url"), ""))
+        await running.exited
+    asyncio.run(main())
+    """
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", textwrap.dedent(run))
+    await until(lambda: started.exists() and started.read_text().endswith("\n"))
+    process.kill()
+    assert await process.wait() == -9
+    await until(lambda: not is_running(int(started.read_text())))
+
+
 async def test_the_horizon_ends_the_episode_and_the_program_is_told(player: Player) -> None:
     code = PLAY + f"\nopen({str(player.folder / 'seen')!r}, 'w').write(f'{{episode.done}}')"
     limits = Limits(max_turns=1, max_new_tokens=40, max_context=400)

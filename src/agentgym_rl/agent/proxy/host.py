@@ -1,8 +1,10 @@
-"""A process that imports a Python function once and forks a process for every episode. Needs the standard library only.
+"""A process that starts the program of every episode and ends with the run. Needs the standard library only.
 
-`python -m agentgym_rl.agent.proxy.host my_module:play` reads orders from stdin, one JSON object a line, and writes
-reports to stdout. `{"id", "variables", "output"}` starts an episode with these environment variables and this file for
-its output. Reports are `{"id", "pid"}` and `{"id", "code"}`. At the end of stdin every episode is killed.
+`python -m agentgym_rl.agent.proxy.host [my_module:play]` reads orders from stdin, one JSON object a line, and writes
+reports to stdout. `{"id", "variables", "output", "command"}` starts a command with these environment variables and this
+file for its output; without a command, the function runs in a fork of this process, which imports it once. Reports are
+`{"id", "pid"}` and `{"id", "code"}`. At the end of stdin, which comes with the run's end however it ends, every episode
+is killed.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from agentgym_rl.agent.proxy.client import Function, load_function, run_function
 class Host:
     """The loop of the process. It has one thread, because a fork copies only the thread that calls it."""
 
-    def __init__(self, function: Function, orders: int, reports: int) -> None:
+    def __init__(self, function: Function | None, orders: int, reports: int) -> None:
         self._function = function
         self._orders, self._reports = orders, reports
         self._wakeup = os.pipe()
@@ -88,6 +90,9 @@ class Host:
             os.dup2(output, 1)
             os.dup2(output, 2)
             os.close(output)
+            if command := order["command"]:
+                _execute(command, order["variables"])
+            assert self._function is not None
             os.environ.clear()
             os.environ.update(order["variables"])
             _seed()
@@ -113,6 +118,13 @@ def kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
+def _execute(command: list[str], variables: dict[str, str]) -> NoReturn:
+    try:
+        os.execvpe(command[0], command, variables)
+    except OSError as error:
+        sys.exit(f"{command[0]!r} cannot be started: {error.strerror}")
+
+
 def _seed() -> None:
     """Give this process random numbers of its own: forks share the state of their generators."""
     random.seed()
@@ -128,14 +140,14 @@ def _exit_code(ending: SystemExit) -> int:
 
 
 def main() -> None:
-    """Import the function that the command line names and serve orders."""
+    """Import the function that the command line names, if it names one, and serve orders."""
     # What the function's module prints must not be read as a report.
     orders, reports = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
     os.dup2(2, 1)
-    function = load_function(sys.argv[1])
+    function = load_function(sys.argv[1]) if sys.argv[1:] else None
     gc.collect()
     gc.freeze()  # so that forks share the memory of what was imported
     Host(function, orders, reports).serve()

@@ -1,4 +1,5 @@
-"""The user's program: a new process for every episode, or a fork of a process that has imported the function."""
+"""The user's program: a new process for every episode, or a fork of a process that has imported the function. A process
+of its own (host.py) starts them, so that none outlives the run."""
 
 from __future__ import annotations
 
@@ -13,7 +14,6 @@ from typing import IO, Any, Literal
 
 from agentgym_rl.agent.proxy.client import SESSION_URL
 from agentgym_rl.agent.proxy.host import kill_group
-from agentgym_rl.errors import ProgramError
 
 KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "TZ", "PYTHONPATH", "VIRTUAL_ENV", "SYSTEMROOT")
 """Environment variables that every program gets. Others, such as keys, only if the recipe names them."""
@@ -28,13 +28,14 @@ ProgramStart = Literal["fork", "process"]
 
 
 class Program:
-    """The user's program, started once for every episode. `close` frees the process that forks."""
+    """The user's program, started once for every episode. `close` ends the process that starts it."""
 
     def __init__(self, command: Sequence[str], variables: Sequence[str] = (), start: ProgramStart = "process") -> None:
         self.command = tuple(command)
         """Command and arguments, or a Python function as `my_module:play`. Empty: a client claims the episode."""
         self._variables = tuple(variables)
-        self._host = ForkHost(self.command[0], self._environment()) if start == "fork" and self._is_function else None
+        self._forks = start == "fork" and self._is_function
+        self._host = ProgramHost(self.command[0] if self._forks else None, self._environment() | _importable())
 
     @property
     def _is_function(self) -> bool:
@@ -43,25 +44,24 @@ class Program:
     def _environment(self) -> dict[str, str]:
         """Return the environment variables of the run that the program gets."""
         kept = {name: os.environ[name] for name in (*KEPT_VARIABLES, *self._variables) if name in os.environ}
-        if self._is_function:  # what this process can import, the function's process can, too
-            kept["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-        return kept
+        return kept | _importable() if self._is_function else kept
 
     async def start(self, links: dict[str, str]) -> RunningProgram:
         """Start the program for the session with these addresses."""
         session = {"OPENAI_BASE_URL": links["base_url"], "OPENAI_API_KEY": links["api_key"], SESSION_URL: links["url"]}
-        variables = self._environment() | session
-        if self._host is not None:
-            return await self._host.start(variables)
-        argv = list(self.command)
+        command = list(self.command)
         if self._is_function:
-            argv = [sys.executable, "-m", "agentgym_rl.agent.proxy.client", *argv]
-        return await _start_process(argv, variables)
+            command = [sys.executable, "-m", "agentgym_rl.agent.proxy.client", *command]
+        return await self._host.start([] if self._forks else command, self._environment() | session)
 
     async def close(self) -> None:
-        """End the process that forks, with every program that it runs."""
-        if self._host is not None:
-            await self._host.close()
+        """End the host, with every program that it runs."""
+        await self._host.close()
+
+
+def _importable() -> dict[str, str]:
+    """Return the variable by which another process can import what this one can."""
+    return {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 class RunningProgram:
@@ -90,24 +90,7 @@ class RunningProgram:
             self.output.close()
 
 
-async def _start_process(argv: list[str], variables: dict[str, str]) -> RunningProgram:
-    output = tempfile.TemporaryFile()  # noqa: SIM115, closed with the program
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *argv,
-            env=variables,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-    except OSError as error:
-        output.close()
-        raise ProgramError(f"the program {argv[0]!r} cannot be started: {error.strerror}") from error
-    return RunningProgram(asyncio.create_task(process.wait()), output, lambda: kill_group(process.pid))
-
-
-class _Fork:
+class _Started:
     """An episode's process, which the host starts and reports on."""
 
     def __init__(self, output: IO[bytes]) -> None:
@@ -128,34 +111,35 @@ class _Fork:
             kill_group(self._pid)
 
 
-class ForkHost:
-    """The run's side of host.py: a process that imports the function once and forks for every episode.
+class ProgramHost:
+    """The run's side of host.py: the process that starts every program, by a fork if it has a function to import.
 
     It is started with the first episode, and again if it died.
     """
 
-    def __init__(self, function: str, variables: dict[str, str]) -> None:
+    def __init__(self, function: str | None, variables: dict[str, str]) -> None:
         self._function, self._variables = function, variables
         self._starting = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
-        self._forks: dict[str, _Fork] = {}
+        self._running: dict[str, _Started] = {}
         self._num_started = 0
 
-    async def start(self, variables: dict[str, str]) -> RunningProgram:
-        """Order an episode's process."""
+    async def start(self, command: list[str], variables: dict[str, str]) -> RunningProgram:
+        """Order an episode's process. Without a command it runs the function."""
         async with self._starting:
             if self._reading is None or self._reading.done():
                 await self._start_host()
         process = self._process
         assert process is not None
         assert process.stdin is not None
-        fork = _Fork(tempfile.NamedTemporaryFile())  # noqa: SIM115, closed with the program
+        started = _Started(tempfile.NamedTemporaryFile())  # noqa: SIM115, closed with the program
         self._num_started += 1
-        self._forks[str(self._num_started)] = fork
-        order = {"id": str(self._num_started), "variables": variables, "output": fork.output.name}
+        name = str(self._num_started)
+        self._running[name] = started
+        order = {"id": name, "command": command, "variables": variables, "output": started.output.name}
         process.stdin.write(json.dumps(order).encode() + b"\n")
-        return RunningProgram(fork.exited, fork.output, fork.kill)
+        return RunningProgram(started.exited, started.output, started.kill)
 
     async def close(self) -> None:
         """End the host and everything that it runs."""
@@ -169,7 +153,7 @@ class ForkHost:
     async def _start_host(self) -> None:
         output = tempfile.TemporaryFile()  # noqa: SIM115, closed when the host has ended
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "agentgym_rl.agent.proxy.host", self._function),
+            *(sys.executable, "-m", "agentgym_rl.agent.proxy.host", *filter(None, [self._function])),
             env=self._variables,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
@@ -186,20 +170,21 @@ class ForkHost:
                 self._note(json.loads(line))
             code = await process.wait()
             output.seek(0)
-            reason = f"the process that imports {self._function} and forks ended with code {code}: " + (
+            work = f"imports {self._function} and forks" if self._function else "starts programs"
+            reason = f"the process that {work} ended with code {code}: " + (
                 output.read().decode(errors="replace").strip()[-OUTPUT_SHOWN:] or "it wrote nothing"
             )
         finally:
             output.close()
-        for fork in self._forks.values():
-            fork.kill()
-            if not fork.output.closed:
-                fork.output.write(reason.encode())
-            fork.exited.set_result(KILLED)
-        self._forks.clear()
+        for started in self._running.values():
+            started.kill()
+            if not started.output.closed:
+                started.output.write(reason.encode())
+            started.exited.set_result(KILLED)
+        self._running.clear()
 
     def _note(self, report: dict[str, Any]) -> None:
         if "pid" in report:
-            self._forks[report["id"]].started(report["pid"])
+            self._running[report["id"]].started(report["pid"])
         else:
-            self._forks.pop(report["id"]).exited.set_result(report["code"])
+            self._running.pop(report["id"]).exited.set_result(report["code"])
