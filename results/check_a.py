@@ -250,6 +250,30 @@ def real_model(pages: Pages) -> None:
     real_runs(pages, runs)
 
 
+def behaviour_of_stages(pages: Pages, runs: Sequence[Record]) -> None:
+    """Check the table of behaviour by stage and what the page says about its first and last row."""
+    scales = {"sequences_per_episode": 1, "states_per_item": 1, "loops": 100, "refused": 100, "recovered": 100}
+    scales["success_after_refusal"] = 100
+    rows = []
+    for number, stage in enumerate(runs[0]["stages"]):
+        row = []
+        for metric, scale in scales.items():
+            of_runs = []
+            for run in runs:
+                columns = run["behaviour"]["step"]
+                first, last = run["stages"][number]["first_step"], run["stages"][number]["last_step"]
+                inside = [v for s, v in zip(columns["step"], columns[metric], strict=True) if first <= s <= last]
+                of_runs.append(mean(v for v in inside if v is not None))
+            row.append(scale * mean(of_runs))
+        pages.expect("| # | # | # | #% | #% | #% | #% |".replace("#", f"{stage['turns']:.0f}", 1), *row)
+        pages.accept(f"| {stage['turns']:.0f} | {row[0]:.2f} |")
+        rows.append(row)
+    first, last = rows[0], rows[-1]
+    pages.require("visit more states together, loops become rare", last[1] > first[1] and last[2] < first[2])
+    pages.require("succeeds more often", last[5] > first[5])
+    pages.require("become more alike, not more diverse", last[0] < first[0])
+
+
 def real_runs(pages: Pages, runs: Sequence[Record]) -> None:
     """Check length, stages, invalid actions and agreement of engine and learner of the 1.5B model's runs."""
     rl = runs[0]["config"]["rl"]
@@ -277,6 +301,7 @@ def real_runs(pages: Pages, runs: Sequence[Record]) -> None:
     sampled = mean(r["sampled_tokens"] / (r["steps"] * episodes) for r in runs)
     seconds = mean(math.fsum(known(r, "time/step_s")) for r in runs)
     pages.expect("- # sampled tokens an episode; # s of training steps a run", sampled, seconds)
+    behaviour_of_stages(pages, runs)
     gap = mean(mean(known(r, "mismatch/abs")) for r in runs)
     pages.expect("Engine and learner differ by # nats a token in the mean", gap)
     pages.expect("# for 1.5B", rl["kl_coef"])

@@ -206,6 +206,38 @@ def training(model: RealModel) -> list[str]:
     ]
 
 
+BEHAVIOUR = {
+    "distinct action sequences an episode": ("sequences_per_episode", "{:.2f}"),
+    "states an item": ("states_per_item", "{:.1f}"),
+    "looping turns": ("loops", "{:.0%}"),
+    "refused turns": ("refused", "{:.0%}"),
+    "refusals followed by a valid turn": ("recovered", "{:.0%}"),
+    "success after a refusal": ("success_after_refusal", "{:.0%}"),
+}
+"""Columns of the table of behaviour: metric of results/behaviour.py and its format."""
+
+
+def behaviour_by_stage(model: RealModel) -> list[str]:
+    """Return the table of behaviour in training by stage, mean over runs, or nothing if a record lacks it."""
+    if not all(run.get("behaviour", {}).get("step") for run in model.runs):
+        return []
+    lines = ["", f"| turns | {' | '.join(BEHAVIOUR)} |", "|---|" + "---|" * len(BEHAVIOUR)]
+    for number, stage in enumerate(model.runs[0]["stages"]):
+        cells = []
+        for metric, form in BEHAVIOUR.values():
+            means = [statistics.fmean(in_stage(run, number, metric)) for run in model.runs]
+            cells.append(form.format(statistics.fmean(means)))
+        lines.append(f"| {stage['turns']:.0f} | {' | '.join(cells)} |")
+    return lines
+
+
+def in_stage(run: Record, number: int, metric: str) -> list[float]:
+    """Return the values of a metric of behaviour in a stage of a run."""
+    stage, columns = run["stages"][number], run["behaviour"]["step"]
+    rows = zip(columns["step"], columns[metric], strict=True)
+    return [value for step, value in rows if stage["first_step"] <= step <= stage["last_step"] and value is not None]
+
+
 def comparison(model: RealModel) -> list[str]:
     """Return the picture and table of the arms against each other, or nothing as long as only one arm has runs."""
     arms = {r["arm"] for r in runs_with_evaluations(model.study, "textcraft", list(HORIZONS))}
@@ -236,7 +268,7 @@ def texts(model: RealModel) -> dict[str, str]:
     claim = [f"**Holds.** {verdict(model)}", "", picture.format(PICTURE), "", caption(model), "", *table(model), ""]
     return {
         "qwen": "\n".join(map(wrapped, [*claim, *facts(model)])),
-        "qwen-training": "\n".join(map(wrapped, [*training(model), *comparison(model)])),
+        "qwen-training": "\n".join(map(wrapped, [*training(model), *behaviour_by_stage(model), *comparison(model)])),
     }
 
 

@@ -38,9 +38,7 @@ def write_seeds(folder: Path, count: int) -> Path:
     study.mkdir(parents=True)
     for name in ("eval-qwen-base-textcraft", "eval-random-textcraft-27"):
         shutil.copy(ROOT / "results/qwen-textcraft" / f"{name}.json", study)
-    sources = sorted((ROOT / "results/qwen-textcraft").glob("*staged-textcraft-0.json"))
-    sources = sources or sorted((ROOT / "results/qwen-first").glob("*qwen-first-textcraft.json"))
-    for source in sources:
+    for source in sorted((ROOT / "results/qwen-textcraft").glob("*staged-textcraft-1.json")):
         record = json.loads(source.read_text())
         for seed in range(count):
             prefix = "eval-" if "outcomes" in record else ""
