@@ -306,6 +306,26 @@ def test_moments_are_on_the_host_between_updates() -> None:
         assert all(t.is_meta for t in seen)
 
 
+class OnHost(Ranks):
+    """Ranks with scale.offload: passes run on another device than the one that holds parameters."""
+
+    def device(self, model: Any) -> torch.device:
+        return torch.device("cpu:0")  # another name than that of the parameters' device
+
+
+def test_moments_are_moved_to_the_parameters_not_to_the_device_of_the_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With both scale.offload and offload_moments the optimizer runs on the host."""
+    seen = []
+
+    def recording(optimizer: Any, device: torch.device, *, offload: bool) -> Any:
+        seen.append((device, offload))
+        return moments_on(optimizer, device, offload=offload)
+
+    monkeypatch.setattr("agentgym_rl.training.learner.moments_on", recording)
+    Imitator(tiny_model(3), OptimizerSettings(lr=0.1, offload_moments=True), 2, OnHost()).imitate(LESSONS)
+    assert seen == [(torch.device("cpu"), True)]
+
+
 def tensors_of(state: Any) -> list[torch.Tensor]:
     if isinstance(state, torch.Tensor):
         return [state]
