@@ -19,9 +19,11 @@ from training_for_tests import tiny_model
 
 from agentgym_rl.config import Config
 from agentgym_rl.errors import ConfigError
+from agentgym_rl.run.backend import make_trainer
 from agentgym_rl.run.rank import Rank
 from agentgym_rl.scale.process_group import ProcessRanks, whole_state
 from agentgym_rl.scale.shards import load_shards, require_written
+from agentgym_rl.training.checkpoint import export, on_host
 from agentgym_rl.training.device.host_activations import HostActivations
 from agentgym_rl.training.device.optimizer import make_optimizer, moments_on
 from agentgym_rl.training.dpo import Preference
@@ -201,6 +203,48 @@ def test_a_checkpoint_written_in_the_background_is_resumed_by_any_number_of_rank
         for loaded in (again[dtype]["weights"], dict(whole_state(model))):
             assert loaded.keys() == written[dtype]["weights"].keys()
             assert all(torch.equal(value, loaded[name]) for name, value in written[dtype]["weights"].items())
+
+
+def learned_alone(dtype: str, source: Path) -> Any:
+    """Return the state and the model of three updates in one process, and the next losses."""
+    model, tokenizer = load_model(str(source), device="cpu", dtype=getattr(torch, dtype))
+    trainer = make_trainer(model, LESSONS, SFT, 0)
+    for _ in range(3):
+        trainer.step()
+    state, weights = on_host(trainer.state()), on_host(model.state_dict())
+    return state, weights, [trainer.step()["loss"] for _ in range(2)], model, tokenizer
+
+
+def resumed_from_alone(ranks: Ranks, folder: Path, source: Path, scales: list[dict[str, Any]]) -> Any:
+    torch.set_num_threads(1)
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        for number, scale in enumerate(scales):
+            state = torch.load(source / dtype / "state.pt", weights_only=True)
+            made = rank_of(ranks, source / dtype, dtype, scale={"learners": ranks.size, **scale})
+            made.load(str(source / dtype))
+            made.make_trainer(LESSONS, SFT, 0)
+            assert made.restore(str(source / dtype), state)[0] == 3
+            own = [t.to_local() for t in tensors_of(made._learner.state()) if isinstance(t, DTensor)]
+            assert own
+            assert all(t.untyped_storage().nbytes() == t.nbytes for t in own), "whole tensors are not kept"
+            found[f"{dtype} {number}"] = [made.step()["loss"] for _ in range(2)]
+    return found
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_ranks_resume_what_one_process_saved(size: int, models: dict[str, Path], tmp_path: Path) -> None:
+    expected = {}
+    for dtype in ("float32", "bfloat16"):
+        state, weights, expected[dtype], model, tokenizer = learned_alone(dtype, models["untied"])
+        export(model, tokenizer, tmp_path / dtype, weights)
+        torch.save(state, tmp_path / dtype / "state.pt")
+    scales = [{}, {"offload": True}, {"shard_ranks": size // 2}]
+    found = on_ranks(size, partial(resumed_from_alone, source=tmp_path, scales=scales), tmp_path)
+    assert len(found) == 6
+    for name, losses in found.items():
+        dtype = name.split()[0]
+        assert losses == pytest.approx(expected[dtype], rel=1e-5 if dtype == "float32" else 0.02), name
 
 
 def learned_with_critic(ranks: Ranks, folder: Path, source: Path) -> dict[str, bool]:
