@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from test_ranks import assert_same
 from torch.distributed.tensor import DTensor
 from training_for_tests import tiny_model
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, Qwen3MoeConfig
 
 from agentgym_rl.config import Config
 from agentgym_rl.errors import ConfigError
@@ -110,6 +111,52 @@ def test_an_empty_model_is_filled_as_transformers_loads_it(models: dict[str, Pat
         state, buffers = model.state_dict(), dict(model.named_buffers())
         assert all(torch.equal(value, state[key]) for key, value in expected.state_dict().items())
         assert all(torch.equal(value, buffers[key]) for key, value in expected.named_buffers())
+
+
+SIZES = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "num_key_value_heads": 1}
+CONVERTED = {
+    "pythia": GPTNeoXConfig(**SIZES),
+    "experts": Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=8),
+}
+"""Families whose tensors transformers renames or joins as it loads them."""
+
+
+def converted_on(ranks: Ranks, folder: Path, source: Path) -> dict[str, Any]:
+    """Return the weights that ranks load, the loss of an update, and whether what they save is what they hold."""
+    torch.set_num_threads(1)
+    found = {}
+    for name in CONVERTED:
+        made = rank_of(ranks, source / name, "float32")
+        made.load(str(source / name))
+        loaded = dict(made.whole_state())
+        made.make_trainer(LESSONS, SFT, 0)
+        loss = made.step()["loss"]
+        checkpoint = folder / f"{name}-saved"
+        checkpoint.mkdir(exist_ok=True)
+        made.save(str(checkpoint))
+        made.finish_saving()
+        torch.distributed.barrier()
+        again, _ = load_model(str(checkpoint / "model"), device="cpu", dtype=torch.float32)
+        found[name] = (loaded, loss, same(dict(made.whole_state()), dict(whole_state(again))))
+    return found
+
+
+def test_ranks_load_and_save_families_whose_tensors_transformers_converts(tmp_path: Path) -> None:
+    expected = {}
+    for name, config in CONVERTED.items():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+        model.save_pretrained(tmp_path / name)
+        build_tokenizer(["up down"]).save_pretrained(tmp_path / name)
+        files = load_file(tmp_path / name / "model.safetensors")
+        assert files.keys() != model.state_dict().keys(), "the case that is tested"
+        weights = {key: value.clone() for key, value in model.state_dict().items()}
+        expected[name] = weights, make_trainer(model, LESSONS, SFT, 0).step()["loss"]
+    for name, (loaded, loss, saved) in on_ranks(2, partial(converted_on, source=tmp_path), tmp_path).items():
+        assert same(loaded, expected[name][0])
+        assert loss == pytest.approx(expected[name][1], rel=1e-5)
+        assert saved
 
 
 BROKEN = {
