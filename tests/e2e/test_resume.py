@@ -155,6 +155,15 @@ def test_a_run_is_not_resumed_with_other_settings(uninterrupted: Path) -> None:
     assert "Traceback" not in output
 
 
+def test_a_run_that_needs_too_much_memory_is_resumed_with_settings_that_save_it(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    finish(run, "rl.steps=2", "rl.optimizer.decay=constant")
+    switches = ("checkpoint_activations", "offload_activations", "offload_moments")
+    saving = [*(f"rl.optimizer.{name}=true" for name in switches), "rl.optimizer.micro_batch_tokens=300"]
+    finish(run, "rl.steps=3", "rl.optimizer.decay=constant", *saving, "--resume")
+    assert [row["step"] for row in comparable_metrics(run)] == [1, 2, 3]
+
+
 @pytest.mark.long
 def test_checkpoints_without_optimizer_hold_the_model_and_refuse_resume(tmp_path: Path) -> None:
     run, overrides = tmp_path / "run", ("checkpoint.optimizer=false", "rl.optimizer.decay=constant")
