@@ -10,7 +10,8 @@
 set -euo pipefail
 
 port=${RAY_PORT:-6379}
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+head=${nodes%%$'\n'*} # not `| head -n 1`, which ends scontrol by a signal
 size=(--num-cpus="$SLURM_CPUS_PER_TASK" --num-gpus="${SLURM_GPUS_ON_NODE:-0}")
 export RAY_ADDRESS="$head:$port"
 export RAY_worker_niceness=0

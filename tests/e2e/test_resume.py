@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -153,6 +155,15 @@ def test_a_run_is_not_resumed_with_other_settings(uninterrupted: Path) -> None:
     assert "Traceback" not in output
 
 
+def test_a_run_that_needs_too_much_memory_is_resumed_with_settings_that_save_it(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    finish(run, "rl.steps=2", "rl.optimizer.decay=constant")
+    switches = ("checkpoint_activations", "offload_activations", "offload_moments")
+    saving = [*(f"rl.optimizer.{name}=true" for name in switches), "rl.optimizer.micro_batch_tokens=300"]
+    finish(run, "rl.steps=3", "rl.optimizer.decay=constant", *saving, "--resume")
+    assert [row["step"] for row in comparable_metrics(run)] == [1, 2, 3]
+
+
 @pytest.mark.long
 def test_checkpoints_without_optimizer_hold_the_model_and_refuse_resume(tmp_path: Path) -> None:
     run, overrides = tmp_path / "run", ("checkpoint.optimizer=false", "rl.optimizer.decay=constant")
@@ -199,3 +210,24 @@ def test_an_asynchronous_run_is_killed_and_resumed_within_its_bound(tmp_path: Pa
     played = comparable_trajectories(run)
     episodes = [row["id"] for name in played if name.startswith("step") for row in played[name]]
     assert len(set(episodes)) == len(episodes)
+
+
+def test_a_run_whose_starting_model_was_not_kept_resumes_with_the_model_of_its_path(
+    uninterrupted: Path, tmp_path: Path
+) -> None:
+    """Ranks keep no copy of a model that no warm start changed. One process can continue their run all the same."""
+    model = list_checkpoints(uninterrupted / "checkpoints")[-1] / "model"
+    text = re.sub(r"\[warm_start\].*?(?=\[horizon\])", "", TINY, flags=re.DOTALL)
+    text = re.sub(r"\[model.scratch\].*?\n\n", f"[model]\npath = '{model}'\n\n", text, flags=re.DOTALL)
+    (tmp_path / "recipe.toml").write_text(text)
+    folders = {"kept": tmp_path / "kept", "removed": tmp_path / "removed"}
+    for name, folder in folders.items():
+        for arguments in (("rl.steps=2",), ("rl.steps=3", "--resume")):
+            command = ["train", str(tmp_path / "recipe.toml"), f"run_dir={folder}", *arguments]
+            process = Process([*command, "rl.optimizer.decay=constant"], tmp_path / f"{name}.out")
+            assert process.wait() == 0, process.output.read_text()
+            if name == "removed":
+                shutil.rmtree(folder / "reference", ignore_errors=True)
+    metrics = {name: comparable_metrics(folder) for name, folder in folders.items()}
+    assert metrics["removed"] == metrics["kept"]
+    assert metrics["kept"][-1]["kl/reference"] > 0

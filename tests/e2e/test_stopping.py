@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import json
@@ -17,7 +18,17 @@ from typing import Any
 
 import pytest
 import torch
-from cluster_for_tests import PATIENT, Command, ForkedCommand, descendants, events_of, steps_of, tokens, workers
+from cluster_for_tests import (
+    PATIENT,
+    Command,
+    ForkedCommand,
+    descendants,
+    duplicates,
+    events_of,
+    steps_of,
+    tokens,
+    workers,
+)
 from envs_for_tests import Counting
 from runs_for_tests import counting_config, final_weights, quiet
 
@@ -80,6 +91,38 @@ async def test_a_stop_does_not_save_a_step_twice(tmp_path: Path, monkeypatch: py
     with pytest.raises(Stopped, match="after step 1: continue with --resume"):
         await train(counting_config(), tmp_path / "run", console=quiet(), pool=LocalPool({"counting": Counting}))
     assert saved == [0, 1]
+
+
+async def test_a_stop_does_not_wait_for_asynchronous_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow episode may take longer than a cluster gives a job to end."""
+    collector, started = LocalBackend.collector, 0
+
+    def stuck(backend: LocalBackend, prefix: str, *rest: Any, **options: Any) -> Any:
+        collect = collector(backend, prefix, *rest, **options)
+
+        async def collect_or_wait(*arguments: Any) -> Any:
+            nonlocal started
+            started += 1
+            if started > 3 * groups:  # these start when the loop waits for the groups of its second step
+                os.kill(os.getpid(), signal.SIGTERM)
+            if started > groups:
+                await asyncio.Event().wait()
+            return await collect(*arguments)
+
+        return collect_or_wait if prefix == "train-" else collect
+
+    raw = counting_config().model_dump()
+    config = Config.model_validate(raw | {"rl": {**raw["rl"], "max_staleness": 2, "steps": 6}})
+    groups = config.rl.groups_per_step
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalBackend, "collector", stuck)
+        with pytest.raises(Stopped, match="after step 1: continue with --resume"):
+            async with asyncio.timeout(60):
+                await train(config, tmp_path / "run", console=quiet(), pool=LocalPool({"counting": Counting}))
+    pool = LocalPool({"counting": Counting})
+    await train(config, tmp_path / "run", console=quiet(), pool=pool, resume=True)
+    assert steps_of(tmp_path / "run") == list(range(1, 7))
+    assert duplicates(tmp_path / "run") == 0
 
 
 @pytest.mark.parametrize("method", ["rl", pytest.param("sft", marks=pytest.mark.long)])

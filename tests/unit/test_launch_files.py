@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import signal
 import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +38,46 @@ def test_the_slurm_script_is_valid_bash_and_waits_for_all_its_nodes() -> None:
     (command,) = [line for line in script.read_text(encoding="utf-8").splitlines() if line.startswith("agentgym-rl")]
     scale = scale_of(command.replace('"$@"', "recipe.toml").replace('"$SLURM_NNODES"', "2").removesuffix(" &"))
     assert (scale.address, scale.nodes) == ("auto", 2)
+
+
+STUBS = {
+    "scontrol": "echo first; seq 100000",
+    "srun": 'while [[ "$1" == --* ]]; do shift; done; echo "srun: $*" >> log; "$@"',
+    "ray": 'if [ "$1" = start ]; then touch "started $3"; exec tail -f /dev/null --pid=$TEST_PID; fi',
+    "agentgym-rl": "touch training; trap 'echo checkpoint; exit 7' TERM; while true; do sleep 0.1; done",
+}
+"""Programs that stand in for a SLURM cluster's."""
+
+
+def test_the_slurm_script_names_the_first_of_many_nodes_and_ends_as_its_run_does(tmp_path: Path) -> None:
+    for name, body in STUBS.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = {"NNODES": "3", "JOB_NODELIST": "n[0-9]", "CPUS_PER_TASK": "4", "GPUS_ON_NODE": "8"}
+    variables = {f"SLURM_{name}": value for name, value in slurm.items()} | {"HOME": str(tmp_path)}
+    holder = subprocess.Popen(["tail", "-f", "/dev/null"])  # the stubs of `ray start` end with it
+    variables |= {"TEST_PID": str(holder.pid), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["bash", str(CLUSTER / "slurm.sh"), "recipe.toml"]
+    job = subprocess.Popen(command, cwd=tmp_path, env=variables, stdout=subprocess.PIPE, text=True)
+    try:
+        wait_for(lambda: job.poll() is not None or len([*tmp_path.glob("started *"), *tmp_path.glob("training")]) == 3)
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(60) == 7
+    finally:
+        job.kill()
+        holder.kill()
+        holder.wait()
+    assert job.stdout is not None
+    assert job.stdout.read() == "checkpoint\n"
+    workers = "ray start --address=first:6379 --num-cpus=4 --num-gpus=8 --block"
+    assert f"srun: {workers}" in (tmp_path / "log").read_text().splitlines()
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_the_kuberay_manifest_has_the_required_fields_and_enough_gpus() -> None:

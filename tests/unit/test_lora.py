@@ -18,11 +18,15 @@ from agentgym_rl.agent.engines.vllm import probe_model
 from agentgym_rl.agent.engines.vllm.probe import parameter_checksums
 from agentgym_rl.config import Config
 from agentgym_rl.errors import ConfigError
+from agentgym_rl.run.backend import LocalBackend
+from agentgym_rl.run.environments_pool import EnvironmentsPool
 from agentgym_rl.training import lora
 from agentgym_rl.training.batch import estimate, gather
+from agentgym_rl.training.checkpoint import on_host
 from agentgym_rl.training.critic import ValueModel
 from agentgym_rl.training.locate_model import require_folder
 from agentgym_rl.training.rl_learner import RLLearner
+from agentgym_rl.training.scratch import build_tokenizer
 from agentgym_rl.training.settings import LoraSettings, OptimizerSettings, RLSettings
 from agentgym_rl.types import Sampling
 
@@ -283,3 +287,32 @@ def test_vllm_takes_adapters_of_ranks_in_every_type(model: str, engine: str) -> 
         "scale": {},
     }
     Config.model_validate(recipe)
+
+
+def test_a_checkpoint_in_the_background_copies_adapters_and_no_frozen_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[str] = []
+
+    def recording(state: dict[str, Any]) -> dict[str, Any]:
+        copied.extend(state)
+        return on_host(state)
+
+    monkeypatch.setattr("agentgym_rl.run.backend.on_host", recording)
+    recipe = {"model": {"path": "anywhere", "lora": {"rank": 4, "alpha": 8.0}}, "checkpoint": {"background": True}}
+    config = Config.model_validate(recipe | {"environments": [{"name": "keydoor"}]})
+    model = adapted()
+    backend = LocalBackend(config, EnvironmentsPool((), config.agent), model, build_tokenizer(["up down"]), None)
+    backend.save(tmp_path, 1, {}, keep=1)
+    with torch.no_grad():
+        expected = {name: tensor.clone() for name, tensor in lora.matrices(model).items()}
+        for tensor in lora.matrices(model).values():
+            tensor.add_(1.0)  # the next update
+    backend.finish_saving()
+    names = [name for name in copied if name.startswith("model.")]
+    assert names
+    assert all("lora_" in name for name in names)
+    saved = load_file(tmp_path / "step_000001" / "model" / "adapter_model.safetensors")
+    for name, tensor in saved.items():
+        own = name.removeprefix("base_model.model.").replace(".weight", ".default.weight")
+        assert torch.equal(tensor, expected[own]), name

@@ -14,7 +14,7 @@ from training_for_tests import tiny_model
 
 from agentgym_rl.config import Config, load_config
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.run.memory_demand import _adapter_parameters, diagnose_recipe, too_large
+from agentgym_rl.run.memory_demand import _adapter_parameters, demand_of, diagnose_recipe, too_large
 from agentgym_rl.scale.memory import (
     GIB,
     HEAD_CHUNK_BYTES,
@@ -216,17 +216,19 @@ def test_a_warm_start_is_sharded_like_a_learner_and_has_its_own_passes() -> None
     eight = Demand(
         SHAPES["7B"], 2, learners=8, distributed=True, colocated=False, checkpoint_activations=True, sessions=64
     )
-    eight = replace(eight, reference=True, warm_start=(4096, True))
+    eight = replace(eight, reference=True, warm_start={"micro_batch_tokens": 4096, "checkpoint_activations": True})
     warm = on_each_device(eight, 80 * GIB)
     assert table(warm, 80 * GIB)[1]
     learner, imitating = learner_memory(eight).parts, warm["learner, warm start"].parts
     assert imitating["optimizer"] == learner["optimizer"] == 6 * SHAPES["7B"].count // 8
     assert "reference" not in imitating
     assert imitating["activations"] < learner["activations"]
-    large = replace(eight, warm_start=(65536, False))
+    large = replace(eight, warm_start={"micro_batch_tokens": 65536, "checkpoint_activations": False})
     assert not table({"learner, warm start": warm_start_memory(large)}, 80 * GIB)[1], "whatever RL would need"
     assert "device, warm start" in on_each_device(replace(eight, colocated=True))
-    assert "device, warm start" in on_each_device(Demand(SHAPES["1.5B"], 2, warm_start=(4096, True)))
+    assert "device, warm start" in on_each_device(
+        Demand(SHAPES["1.5B"], 2, warm_start={"micro_batch_tokens": 4096, "checkpoint_activations": True})
+    )
     cpu = on_each_host(replace(eight, gpu=False), 16)
     assert cpu["host, warm start"].total == 8 * warm_start_memory(replace(eight, gpu=False)).total
 
@@ -303,6 +305,22 @@ def test_settings_that_save_memory_are_counted() -> None:
     assert on_host == 8 * activation_bytes(saving)
     copied = on_each_host(replace(plain, background=True), 8)["host of learners, running"].parts
     assert copied["copies for checkpoints of 8 ranks"] == 8 * (6 * count // 16 + 2 * count // 16)
+    adapters = Demand(SHAPES["32B"], 2, trained=1000, background=True)
+    assert on_each_host(adapters, 1)["host, running"].parts == {"copies for checkpoints of 1 ranks": 8000 + 4000}
+
+
+def test_each_optimizer_of_a_recipe_is_counted_with_its_own_settings(tmp_path: Path) -> None:
+    model = {"path": str(write_shape(tmp_path / "model"))}
+    recipe = {"model": model, "environments": [{"name": "keydoor"}]}
+    saving = {"offload_moments": True, "offload_activations": True, "micro_batch_tokens": 4096}
+    warm = {"sft": {"optimizer": {"micro_batch_tokens": 8192}}}
+    demand = demand_of(Config.model_validate(recipe | {"rl": {"optimizer": saving}, "warm_start": warm}))
+    plain = demand_of(Config.model_validate(recipe | {"rl": {"optimizer": {"micro_batch_tokens": 8192}}}))
+    assert warm_start_memory(demand).total == learner_memory(replace(plain, reference=False)).total
+    assert learner_memory(demand).total < learner_memory(plain).total
+    scored = {"method": "reward_model", "reward_model": {"sample_groups": 1, "optimizer": saving}}
+    judge = demand_of(Config.model_validate(recipe | scored))
+    assert (judge.micro_batch_tokens, judge.offload_moments, judge.offload_activations) == (4096, True, True)
 
 
 def test_the_sizes_are_those_of_the_code() -> None:
@@ -352,7 +370,12 @@ def test_the_guide_says_what_the_code_says(tmp_path: Path) -> None:
     assert "takes 2 GiB" in engine_memory(replace(halves, cache_bytes=1), 80 * GIB).problem
     beside_servers = on_each_device(replace(one, shape=SHAPES["32B"], engine="elsewhere", context=16384))["device"]
     assert f"at 32B it would take {beside_servers.total / GIB:.0f} GiB there" in flat
-    warm = warm_start_memory(replace(seven, warm_start=(16384, True))).total / GIB
+    warm = (
+        warm_start_memory(
+            replace(seven, warm_start={"micro_batch_tokens": 16384, "checkpoint_activations": True})
+        ).total
+        / GIB
+    )
     assert f"{warm:.1f} GiB at 7B on 8 with micro-batches of 16k" in flat
     sleeping = on_each_host(replace(seven, colocated=True, engines=8, engine="vllm"), 8)["host, running"].parts
     assert f"{sleeping['8 sleeping vLLMs'] / GIB:.0f} GiB more for a node of 8 at 7B" in flat

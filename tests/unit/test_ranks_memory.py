@@ -16,12 +16,15 @@ from safetensors.torch import load_file, save_file
 from test_ranks import assert_same
 from torch.distributed.tensor import DTensor
 from training_for_tests import tiny_model
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, Qwen3MoeConfig
 
 from agentgym_rl.config import Config
 from agentgym_rl.errors import ConfigError
+from agentgym_rl.run.backend import make_trainer
 from agentgym_rl.run.rank import Rank
 from agentgym_rl.scale.process_group import ProcessRanks, whole_state
 from agentgym_rl.scale.shards import load_shards, require_written
+from agentgym_rl.training.checkpoint import export, on_host
 from agentgym_rl.training.device.host_activations import HostActivations
 from agentgym_rl.training.device.optimizer import make_optimizer, moments_on
 from agentgym_rl.training.dpo import Preference
@@ -108,6 +111,52 @@ def test_an_empty_model_is_filled_as_transformers_loads_it(models: dict[str, Pat
         state, buffers = model.state_dict(), dict(model.named_buffers())
         assert all(torch.equal(value, state[key]) for key, value in expected.state_dict().items())
         assert all(torch.equal(value, buffers[key]) for key, value in expected.named_buffers())
+
+
+SIZES = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "num_key_value_heads": 1}
+CONVERTED = {
+    "pythia": GPTNeoXConfig(**SIZES),
+    "experts": Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=8),
+}
+"""Families whose tensors transformers renames or joins as it loads them."""
+
+
+def converted_on(ranks: Ranks, folder: Path, source: Path) -> dict[str, Any]:
+    """Return the weights that ranks load, the loss of an update, and whether what they save is what they hold."""
+    torch.set_num_threads(1)
+    found = {}
+    for name in CONVERTED:
+        made = rank_of(ranks, source / name, "float32")
+        made.load(str(source / name))
+        loaded = dict(made.whole_state())
+        made.make_trainer(LESSONS, SFT, 0)
+        loss = made.step()["loss"]
+        checkpoint = folder / f"{name}-saved"
+        checkpoint.mkdir(exist_ok=True)
+        made.save(str(checkpoint))
+        made.finish_saving()
+        torch.distributed.barrier()
+        again, _ = load_model(str(checkpoint / "model"), device="cpu", dtype=torch.float32)
+        found[name] = (loaded, loss, same(dict(made.whole_state()), dict(whole_state(again))))
+    return found
+
+
+def test_ranks_load_and_save_families_whose_tensors_transformers_converts(tmp_path: Path) -> None:
+    expected = {}
+    for name, config in CONVERTED.items():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+        model.save_pretrained(tmp_path / name)
+        build_tokenizer(["up down"]).save_pretrained(tmp_path / name)
+        files = load_file(tmp_path / name / "model.safetensors")
+        assert files.keys() != model.state_dict().keys(), "the case that is tested"
+        weights = {key: value.clone() for key, value in model.state_dict().items()}
+        expected[name] = weights, make_trainer(model, LESSONS, SFT, 0).step()["loss"]
+    for name, (loaded, loss, saved) in on_ranks(2, partial(converted_on, source=tmp_path), tmp_path).items():
+        assert same(loaded, expected[name][0])
+        assert loss == pytest.approx(expected[name][1], rel=1e-5)
+        assert saved
 
 
 BROKEN = {
@@ -201,6 +250,48 @@ def test_a_checkpoint_written_in_the_background_is_resumed_by_any_number_of_rank
         for loaded in (again[dtype]["weights"], dict(whole_state(model))):
             assert loaded.keys() == written[dtype]["weights"].keys()
             assert all(torch.equal(value, loaded[name]) for name, value in written[dtype]["weights"].items())
+
+
+def learned_alone(dtype: str, source: Path) -> Any:
+    """Return the state and the model of three updates in one process, and the next losses."""
+    model, tokenizer = load_model(str(source), device="cpu", dtype=getattr(torch, dtype))
+    trainer = make_trainer(model, LESSONS, SFT, 0)
+    for _ in range(3):
+        trainer.step()
+    state, weights = on_host(trainer.state()), on_host(model.state_dict())
+    return state, weights, [trainer.step()["loss"] for _ in range(2)], model, tokenizer
+
+
+def resumed_from_alone(ranks: Ranks, folder: Path, source: Path, scales: list[dict[str, Any]]) -> Any:
+    torch.set_num_threads(1)
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        for number, scale in enumerate(scales):
+            state = torch.load(source / dtype / "state.pt", weights_only=True)
+            made = rank_of(ranks, source / dtype, dtype, scale={"learners": ranks.size, **scale})
+            made.load(str(source / dtype))
+            made.make_trainer(LESSONS, SFT, 0)
+            assert made.restore(str(source / dtype), state)[0] == 3
+            own = [t.to_local() for t in tensors_of(made._learner.state()) if isinstance(t, DTensor)]
+            assert own
+            assert all(t.untyped_storage().nbytes() == t.nbytes for t in own), "whole tensors are not kept"
+            found[f"{dtype} {number}"] = [made.step()["loss"] for _ in range(2)]
+    return found
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_ranks_resume_what_one_process_saved(size: int, models: dict[str, Path], tmp_path: Path) -> None:
+    expected = {}
+    for dtype in ("float32", "bfloat16"):
+        state, weights, expected[dtype], model, tokenizer = learned_alone(dtype, models["untied"])
+        export(model, tokenizer, tmp_path / dtype, weights)
+        torch.save(state, tmp_path / dtype / "state.pt")
+    scales = [{}, {"offload": True}, {"shard_ranks": size // 2}]
+    found = on_ranks(size, partial(resumed_from_alone, source=tmp_path, scales=scales), tmp_path)
+    assert len(found) == 6
+    for name, losses in found.items():
+        dtype = name.split()[0]
+        assert losses == pytest.approx(expected[dtype], rel=1e-5 if dtype == "float32" else 0.02), name
 
 
 def learned_with_critic(ranks: Ranks, folder: Path, source: Path) -> dict[str, bool]:
@@ -304,6 +395,26 @@ def test_moments_are_on_the_host_between_updates() -> None:
             seen = [t for t in tensors_of(optimizer.state_dict()) if t.ndim]
         assert len(seen) == (2 if dtype is torch.float32 else 3)
         assert all(t.is_meta for t in seen)
+
+
+class OnHost(Ranks):
+    """Ranks with scale.offload: passes run on another device than the one that holds parameters."""
+
+    def device(self, model: Any) -> torch.device:
+        return torch.device("cpu:0")  # another name than that of the parameters' device
+
+
+def test_moments_are_moved_to_the_parameters_not_to_the_device_of_the_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With both scale.offload and offload_moments the optimizer runs on the host."""
+    seen = []
+
+    def recording(optimizer: Any, device: torch.device, *, offload: bool) -> Any:
+        seen.append((device, offload))
+        return moments_on(optimizer, device, offload=offload)
+
+    monkeypatch.setattr("agentgym_rl.training.learner.moments_on", recording)
+    Imitator(tiny_model(3), OptimizerSettings(lr=0.1, offload_moments=True), 2, OnHost()).imitate(LESSONS)
+    assert seen == [(torch.device("cpu"), True)]
 
 
 def tensors_of(state: Any) -> list[torch.Tensor]:

@@ -26,7 +26,10 @@ from agentgym_rl.run.stopping import (
 )
 from agentgym_rl.types import EnvPool
 
+_OPTIMIZERS = ("rl", "rl.critic", "sft", "warm_start.sft", "dpo", "reward_model")
+_MEMORY = ("micro_batch_tokens", "checkpoint_activations", "offload_activations", "offload_moments", "capture_passes")
 MAY_CHANGE_ON_RESUME = (
+    *(f"{section}.optimizer.{name}" for section in _OPTIMIZERS for name in _MEMORY),
     "rl.steps",
     "rl.token_budget",
     "dpo.rounds",

@@ -263,7 +263,8 @@ class LocalBackend:
             return
         self.finish_saving()
         copied = on_host(state | {"learner": learner, "random": random_state()})
-        self._saving = self._writer.submit(write, copied, keep, on_host(self._model.state_dict()))
+        weights = self._model.state_dict() if self._config.model.lora is None else lora.matrices(self._model)
+        self._saving = self._writer.submit(write, copied, keep, on_host(weights))
 
     def _role_writer(self) -> Callable[[Path], None]:
         """Return a function that writes the present adapters of each role to a folder of its own."""

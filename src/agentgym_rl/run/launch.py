@@ -81,6 +81,9 @@ async def start_backend(
     config, root = context.config, context.log.root
     reference = root / "reference" if config.online else None
     start_dir = reference or root / "base"
+    changed = config.model.path is None or config.warm_start is not None
+    if folder is not None and reference is not None and not changed and not reference.is_dir():
+        reference = Path(str(config.model.path))  # ranks keep a starting model only if it is not that of the path
     if config.scale is not None:
         return await _start_cluster(context, folder, reference, start_dir, conversations)
     if folder is None:
@@ -107,9 +110,6 @@ async def _start_cluster(
 
     config, model = context.config, context.config.model
     if folder is not None:
-        # A starting model that no warm start changed is not kept in the run directory.
-        if reference is not None and not reference.is_dir() and model.path is not None:  # noqa: ASYNC240
-            reference = Path(model.path)
         return await RayBackend.start(context, folder, reference)
     if model.path is not None and model.lora is None and config.warm_start is None and config.method not in RETRAINED:
         return await RayBackend.start(context, Path(model.path))

@@ -11,6 +11,7 @@ from agentgym_rl.config import Config, ModelConfig, ScaleConfig
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.scale.memory import GIB, Demand, Shape, on_each_device, on_each_host, table
 from agentgym_rl.training.locate_model import find_model
+from agentgym_rl.training.settings import OptimizerSettings
 
 GPUS_PER_NODE = 8
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -34,8 +35,7 @@ def demand_of(config: Config, *, gpu: bool = True) -> Demand:
     """Return the memory demand of a recipe."""
     shape = shape_of(config.model)
     scale, rl, engine = config.scale, config.rl, config.engine
-    warm = config.warm_start.sft.optimizer if config.warm_start is not None else None
-    optimizer = rl.optimizer if config.online else (config.sft or config.dpo or rl).optimizer
+    optimizer = rl.optimizer if config.online else (config.sft or config.dpo or config.reward_model or rl).optimizer
     lora = config.model.lora
     longest = config.longest_context()
     return Demand(
@@ -49,12 +49,9 @@ def demand_of(config: Config, *, gpu: bool = True) -> Demand:
         critic=config.online and rl.algorithm == "ppo",
         overlap=config.online and (rl.asynchronous or config.engine.kind == "vllm"),
         trained=None if lora is None else _adapter_parameters(shape, lora.rank),
-        micro_batch_tokens=optimizer.micro_batch_tokens,
-        checkpoint_activations=getattr(optimizer, "checkpoint_activations", False),
+        **_memory_settings(optimizer),
         shard_ranks=scale.shard_ranks if scale else None,
         offload=scale is not None and scale.offload,
-        offload_moments=getattr(optimizer, "offload_moments", False),
-        offload_activations=getattr(optimizer, "offload_activations", False),
         reduce_once=scale is not None and scale.reduce_gradients == "update",
         background=config.checkpoint.background,
         sessions=config.sessions_per_engine(),
@@ -66,9 +63,15 @@ def demand_of(config: Config, *, gpu: bool = True) -> Demand:
         replicas=engine.replicas,
         tensor_parallel=engine.tensor_parallel,
         bucket_bytes=scale.bucket_mb << 20 if scale else 0,
-        warm_start=None if warm is None else (warm.micro_batch_tokens, warm.checkpoint_activations),
+        warm_start=None if config.warm_start is None else _memory_settings(config.warm_start.sft.optimizer),
         gpu=gpu,
     )
+
+
+def _memory_settings(optimizer: OptimizerSettings) -> dict[str, Any]:
+    """Return the settings of an optimizer that change a learner's memory, by their names in a Demand."""
+    names = ("micro_batch_tokens", "checkpoint_activations", "offload_activations", "offload_moments")
+    return {name: getattr(optimizer, name) for name in names}
 
 
 def shape_of(model: ModelConfig) -> Shape:

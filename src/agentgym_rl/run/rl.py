@@ -32,6 +32,8 @@ class RLRun(Run):
         self.doctor = Doctor()
         self.resumable: dict[str, Any] | None = None
         """State after the last finished step, until learning from the next one begins; then None."""
+        self.waits_for_groups = False
+        """Whether the loop waits for asynchronous groups, whose state can be saved at any moment."""
         self.rewards: Rewards | None = None
         """Sources of rewards of the recipe, if it has any."""
 
@@ -75,7 +77,7 @@ class RLRun(Run):
                 await self.rewards.close()
 
     def may_stop(self) -> bool:
-        return self.resumable is not None
+        return self.resumable is not None or self.waits_for_groups
 
     def evaluation_is_due(self) -> bool:
         return self.rl.is_finished(self.config.rl) or super().evaluation_is_due()
@@ -106,11 +108,12 @@ class RLRun(Run):
         return details if judge is None else details | {"judge": {"calls": judge.calls, "tokens": judge.tokens}}
 
     def _mark_resumable(self) -> None:
-        """Keep the state to save if the run is stopped now. If it plays while it learns, a stop waits for the step."""
+        """Keep the state to save if the run is stopped now. With overlap, a stop waits for the end of the step."""
         self.resumable = None if self.config.rl.asynchronous else self.rl.state()
+        self.waits_for_groups = self.config.rl.max_staleness > 0
 
     def _record(self, step: int, groups: list[Group]) -> None:
-        self.resumable = None
+        self.resumable, self.waits_for_groups = None, False
         if self.backend.team is not None:
             self.backend.team.league.observe(groups)
         played = [trajectory for group in groups for trajectory in group.trajectories]

@@ -32,7 +32,7 @@ These are estimates. `RESERVE` covers allocators and libraries.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 GIB = 1 << 30
 RESERVE = 0.08
@@ -134,8 +134,8 @@ class Demand:
     """Devices of one vLLM engine."""
     bucket_bytes: int = 256 << 20
     """Size of the buckets in which weights are sent."""
-    warm_start: tuple[int, bool] | None = None
-    """(micro_batch_tokens, checkpoint_activations) of the imitation before RL."""
+    warm_start: dict[str, Any] | None = None
+    """Fields with other values during the imitation before RL, such as micro_batch_tokens."""
     gpu: bool = True
     """The device is a GPU; else its memory is the host's."""
 
@@ -202,10 +202,7 @@ def learner_memory(d: Demand) -> Memory:
 
 def warm_start_memory(d: Demand) -> Memory:
     """Return the memory of a learner on its device during the warm start."""
-    assert d.warm_start is not None
-    tokens, checkpoint = d.warm_start
-    imitation = replace(d, reference=False, critic=False)
-    return learner_memory(replace(imitation, micro_batch_tokens=tokens, checkpoint_activations=checkpoint))
+    return learner_memory(replace(d, reference=False, critic=False, **d.warm_start or {}))
 
 
 def activation_bytes(d: Demand) -> int:
@@ -352,7 +349,8 @@ def _on_host(d: Demand) -> dict[str, int]:
     if d.gpu and d.offload_activations:
         parts["activations"] = activation_bytes(replace(d, offload_activations=False))
     if d.background:
-        parts["copies for checkpoints"] = d.optimizer_bytes + d.dtype_bytes * d.shape.count // d.learners
+        model = 4 * d.trained if d.trained is not None else d.dtype_bytes * d.shape.count // d.learners
+        parts["copies for checkpoints"] = d.optimizer_bytes + model
     return parts
 
 

@@ -153,7 +153,9 @@ def shard_state(state: Mapping[str, Any], like: Callable[[str, torch.Size], Tens
     for name, value in tensors.items():
         model = like(name, value.shape)
         if isinstance(model, DTensor):
-            tensors[name] = distribute_tensor(value.to(model.device), model.device_mesh, model.placements)
+            # Every rank has the whole state. Sent, int16 (lower halves) would be refused by gloo and NCCL.
+            place = model.device_mesh, model.placements
+            tensors[name] = distribute_tensor(value.to(model.device), *place, src_data_rank=None)
     return _join(rest, tensors)
 
 

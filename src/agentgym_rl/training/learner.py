@@ -109,7 +109,8 @@ class Updater:
             group["lr"] = lr
         skipped = 0.0 if bool(norm.isfinite()) else 1.0
         if not skipped:
-            with moments_on(self._optimizer, self.device, offload=self.settings.offload_moments):
+            # Not `self.device`: with scale.offload parameters and optimizer stay on the host.
+            with moments_on(self._optimizer, self._parameters[0].device, offload=self.settings.offload_moments):
                 self._optimizer.step()
         self.ranks.require_equal(zip(self._names, self._parameters, strict=True))
         self._optimizer.zero_grad(set_to_none=True)

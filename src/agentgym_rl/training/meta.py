@@ -1,12 +1,13 @@
 """Models made without memory and filled from safetensors: whole, or on each rank its own shards.
 
-A rank reads only the parts of the files that it holds, straight into the memory where they stay.
+A rank reads only the parts of the files that it holds, straight into the memory where they stay. If files have other
+tensors than the model, because transformers converts them, every rank loads the whole model first.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from agentgym_rl.common.model_loading import loading_lock
@@ -51,6 +53,25 @@ def _parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
+def load_whole(name: str, dtype: torch.dtype) -> Any:
+    """Return the model of a folder or hub name with all its weights, as transformers loads it."""
+    options = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # for our own error message
+    with loading_lock:
+        model, loading = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
+    _require_all_weights(loading)
+    return model
+
+
+def _require_all_weights(loading: dict[str, Any]) -> None:
+    """Raise ValueError if weights do not fit config.json: transformers would fill in random ones."""
+    if mismatched := sorted(loading["mismatched_keys"], key=str):
+        name, *shapes = mismatched[0]
+        actual, needed = (tuple(shape) for shape in shapes[:2])
+        raise ValueError(f"its weights do not fit its config.json: {name} needs the shape {needed}, got {actual}")
+    if missing := sorted(loading["missing_keys"]):
+        raise ValueError(f"its weights lack {len(missing)} tensors that config.json asks for, such as {missing[0]}")
+
+
 @torch.no_grad()
 def fill(model: Any, folder: str, device: str, *, host: bool = False, name_in_files: NameInFiles | None = None) -> None:
     """Give a model of `make_empty`, sharded or whole, the weights of a folder. Every rank calls this.
@@ -82,16 +103,26 @@ def fill(model: Any, folder: str, device: str, *, host: bool = False, name_in_fi
                     f"its weights do not fit its config.json: {name} needs the shape {needed}, got {actual}"
                 )
             wanted[name] = value.detach()
-    missing = sorted(wanted.keys() - in_files.keys())
-    if missing:
-        raise ValueError(f"its weights lack {len(missing)} tensors that config.json asks for, such as {missing[0]}")
-    if name_in_files is None:
-        _require_no_others(model, in_files.keys() - state.keys())
-    dcp.load(wanted, storage_reader=reader, no_dist=not dist.is_initialized())
+    if wanted.keys() - in_files.keys():
+        # As transformers loads some families (Pythia, mixtures of experts), it renames tensors or joins them.
+        _copy(load_whole(folder, next(iter(wanted.values())).dtype).state_dict(), wanted)
+    else:
+        if name_in_files is None:
+            _require_no_others(model, in_files.keys() - state.keys())
+        dcp.load(wanted, storage_reader=reader, no_dist=not dist.is_initialized())
     model.load_state_dict(state, assign=True)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = buffer if buffer is None else buffer.to(device)
+
+
+def _copy(whole: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    """Copy whole tensors into those of the same names, of which a rank may hold a shard."""
+    for name, target in wanted.items():
+        source = whole[name].to(target.dtype)
+        if isinstance(target, DTensor):  # every rank has read all
+            source = distribute_tensor(source, target.device_mesh, target.placements, src_data_rank=None)
+        target.copy_(source)
 
 
 def _by_tensor(state: dict[str, Tensor]) -> list[tuple[list[str], Tensor]]:

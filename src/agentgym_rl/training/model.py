@@ -12,15 +12,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from agentgym_rl.common.model_loading import loading_lock
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.training.device.head import head_logprobs
 from agentgym_rl.training.device.packed import packed_action_states, packed_states, padded_states, why_not_packed
 from agentgym_rl.training.locate_model import find_model, local_folder
-from agentgym_rl.training.meta import fill, make_empty
+from agentgym_rl.training.meta import fill, load_whole, make_empty
 from agentgym_rl.training.microbatch import MicroBatch
 from agentgym_rl.training.ranks import SINGLE_PROCESS, Ranks
 
@@ -44,18 +43,10 @@ def load_model(path: str, *, device: str, dtype: torch.dtype, ranks: Ranks = SIN
             ranks.prepare_model(model)
             fill(model, folder, device, host=ranks.offload)
         else:
-            model = _load_whole(name, dtype).to(device)
+            model = load_whole(name, dtype).to(device)
     if device.startswith("cuda:"):
         torch.cuda.set_device(device)  # our kernels are launched on the current device
     return model, tokenizer
-
-
-def _load_whole(name: str, dtype: torch.dtype) -> Any:
-    options = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # for our own error message
-    with loading_lock:
-        model, loading = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
-    _require_all_weights(loading)
-    return model
 
 
 def load_tokenizer(path: str) -> Any:
@@ -74,16 +65,6 @@ def _explain_load_errors(path: str, what: str) -> Iterator[str]:
         named = isinstance(error, OSError | ValueError | SafetensorError)
         reason = " ".join(lines[:2]) if named and lines else f"{type(error).__name__}: {' '.join(lines[:2])}"
         raise ConfigError(f"model.path = {path!r}: the {what} cannot be loaded: {reason:.400}") from error
-
-
-def _require_all_weights(loading: dict[str, Any]) -> None:
-    """Raise ValueError if weights do not fit config.json: transformers would fill in random ones."""
-    if mismatched := sorted(loading["mismatched_keys"], key=str):
-        name, *shapes = mismatched[0]
-        actual, needed = (tuple(shape) for shape in shapes[:2])
-        raise ValueError(f"its weights do not fit its config.json: {name} needs the shape {needed}, got {actual}")
-    if missing := sorted(loading["missing_keys"]):
-        raise ValueError(f"its weights lack {len(missing)} tensors that config.json asks for, such as {missing[0]}")
 
 
 def action_logprobs(model: Any, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
