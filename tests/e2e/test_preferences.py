@@ -184,8 +184,8 @@ def test_runs_with_equal_names_and_ids_do_not_replace_each_others_choices(tmp_pa
     for name in ("first", "second"):
         folder = RunFolder("run", tmp_path / name, "run")
         folder.path.mkdir()
-        sides = [("run", episode(f"{side} of {name}", name=side)) for side in ("left", "right")]
-        store_preference(folder, *sides, "right", "Ada")
+        left, right = (("run", episode(f"{side} of {name}", name=side)) for side in ("left", "right"))
+        store_preference(folder, left, right, "right", "Ada")
     pairs = read_preferences(find_preferences([str(tmp_path / "first"), str(tmp_path / "second")]))
     assert texts(pairs) == [("right of first", "left of first"), ("right of second", "left of second")]
 
