@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -246,6 +247,16 @@ async def test_a_judge_that_fails_leaves_episodes_out(
     server.always = None
     await scored(group, RUBRIC, judge=judge)
     assert group.trainable == group.trajectories
+
+
+async def test_a_judge_in_this_process_that_hangs_is_given_up(tmp_path: Path) -> None:
+    class Hanging:
+        async def complete(self, *_: Any) -> Any:
+            await asyncio.sleep(60)
+
+    judge = Judge(Hanging(), "judge", JudgeSettings(path="judge", timeout_s=0.05, retries=1), tmp_path / "judge.jsonl")
+    ((verdict,),) = await asyncio.wait_for(scored(Group(TASK, [episode("up")]), RUBRIC, judge=judge), 30)
+    assert verdict.error == "the judge gave no answer within 0.1 s"
 
 
 async def test_a_judge_that_hangs_is_given_up(server: JudgeServer, tmp_path: Path) -> None:
