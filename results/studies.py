@@ -247,17 +247,36 @@ DISTILL_HORIZONS = {
     "staged": (*QWEN_HORIZONS["staged"], "horizon.steps_per_stage=40"),
     "fixed-long": QWEN_HORIZONS["fixed-long"],
 }
+FIRST_TEACHER = (
+    *("model.lora.rank=32", "rl.optimizer.lr=1e-4", "horizon.kind=fixed", "horizon.turns=[10]"),
+    *("rl.steps=50", "eval.every=50"),
+)
+"""Settings of the teacher of a first result: only the shortest stage of the horizon, in which most is learned."""
+FIRST_STUDENT = (
+    *("rl.token_budget=1_500_000", "rl.steps=1000", "rl.groups_per_step=32", "rl.group_size=2"),
+    *("rl.optimizer.lr=1e-5", "eval.every=1000", "eval.episodes=32"),
+)
+"""Settings of the students of a first result. A teacher scores every token, so half as many episodes make a step."""
+LOCAL_JUDGE = (
+    f"judge={{path='{{{PRETRAINED}}}', dtype='bfloat16', concurrency=64, max_chars=8000, max_new_tokens=128, "
+    "max_calls=20_000}"
+)
+"""The judge in the process of the run, instead of the API that recipes/searchqa/judged.toml names."""
 JUDGED_ONLY_TO_LOOK = (
     "rewards=[{kind='environment'}, {kind='rubric', rubric='The answer follows from a passage.', weight=0.0}]"
 )
 """Rewards of the arm that the judge scores but does not pay."""
 
 
-def distillation(task: str, seeds: list[int]) -> list[Job]:
-    """Return a 1.5B teacher trained as adapters and 0.5B students of it, fixed against staged horizons."""
-    lora = ("model.lora.rank=32", "rl.optimizer.lr=3e-5")
+def distillation(task: str, seeds: list[int], *, first: bool = False) -> list[Job]:
+    """Return a 1.5B teacher trained as adapters and 0.5B students of it, fixed against staged horizons.
+
+    With `first`, the teacher and the students are trained for a short time, which is enough for a first comparison.
+    """
+    prefix = "first-" if first else ""
+    settings = FIRST_TEACHER if first else ("model.lora.rank=32", "rl.optimizer.lr=3e-5")
     plain = qwen_run(task, "staged", 0)
-    teacher = replace(plain, name=f"qwen-lora-{task}-0", arm="teacher", arguments=(*plain.arguments, *lora))
+    teacher = replace(plain, name=f"{prefix}qwen-lora-{task}-0", arm="teacher", arguments=(*plain.arguments, *settings))
     student = QWEN_SIZES["0.5B"]
     jobs = [
         teacher,
@@ -265,13 +284,21 @@ def distillation(task: str, seeds: list[int]) -> list[Job]:
         base_on_suite(f"eval-qwen-base-{task}-0.5B", student, "base 0.5B", task),
     ]
     taught = (f"model.path={{{student}}}", "method=distill", f"rl.distill.teacher={{{teacher.name}}}", "rl.kl_coef=0.0")
-    length = (f"rl.token_budget={DISTILL_TOKENS}", "rl.steps=1000", "eval.every=20")
+    length: tuple[str, ...] = (f"rl.token_budget={DISTILL_TOKENS}", "rl.steps=1000", "eval.every=20")
     for seed in seeds:
         for arm, horizon in DISTILL_HORIZONS.items():
-            run = Job(name=f"distill-{arm}-{task}-{seed}", arm=arm, task=task, seed=seed, recipe=f"qwen/{task}.toml")
-            run = replace(run, arguments=(*taught, *fill(horizon, QWEN[task]), *length))
+            name = f"{prefix}distill-{arm}-{task}-{seed}"
+            run = Job(name=name, arm=arm, task=task, seed=seed, recipe=f"qwen/{task}.toml")
+            stages = ("horizon.steps_per_stage=12",) if first and arm == "staged" else ()
+            settings = (*fill(horizon, QWEN[task]), *(FIRST_STUDENT if first else length), *stages)
+            run = replace(run, arguments=(*taught, *settings))
             jobs += [run, on_suite(f"eval-{run.name}", f"{{{run.name}}}", arm, task, seed)]
     return jobs
+
+
+def teachers_first(seeds: list[int] | None) -> list[Job]:
+    """Return distillation on TextCraft with a short-trained teacher and short-trained students."""
+    return distillation("textcraft", seeds if seeds is not None else list(range(3)), first=True)
 
 
 def teachers(seeds: list[int] | None) -> list[Job]:
@@ -286,7 +313,7 @@ def teachers(seeds: list[int] | None) -> list[Job]:
             model = f"model.path={{{QWEN_SIZES['135M']}}}"
             jobs.append(replace(run, arguments=(model, f"dagger.correct_thoughts={corrected}")))
             jobs.append(evaluated(f"eval-{name}", name, arm, "textcraft", seed, held_out))
-        judge = (f"model.path={{{QWEN_SIZES['0.5B']}}}", f"judge={{path='{{{PRETRAINED}}}', dtype='bfloat16'}}")
+        judge = (f"model.path={{{QWEN_SIZES['0.5B']}}}", LOCAL_JUDGE)
         for arm, rewards in {"judged": (), "exact match": (JUDGED_ONLY_TO_LOOK,)}.items():
             name = f"searchqa-{arm.replace(' ', '-')}-{seed}"
             run = Job(name=name, arm=arm, task="searchqa", seed=seed, recipe="searchqa/judged.toml")
@@ -479,6 +506,7 @@ STUDIES: dict[str, Callable[[list[int] | None], list[Job]]] = {
     "qwen-generalisation": qwen_generalisation,
     "qwen-interaction": qwen_interaction,
     "teachers": teachers,
+    "teachers-first": teachers_first,
     "collapse": collapse,
     "long-context": long_context,
     "asynchronous": asynchronous,

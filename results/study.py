@@ -45,6 +45,8 @@ CURVES = (
     "groups/zero_variance",
     "entropy/mean",
     "kl/reference",
+    "kl/teacher",
+    "round/agreement",
     "grad/norm",
     "mismatch/abs",
     "clip/fraction",
@@ -56,7 +58,7 @@ CURVES = (
     "time/learn_s",
     "time/step_s",
 )
-"""Columns of metrics.jsonl that a record keeps, besides the horizon of every environment."""
+"""Columns of metrics.jsonl that a record keeps, besides the horizon of every environment and judged rewards."""
 STEPS_PER_BLOCK = 5
 """Training steps averaged into one value of a behaviour metric. Stages have a multiple of it."""
 
@@ -123,6 +125,11 @@ class Study:
             raise FileNotFoundError(f"run {name} has no checkpoint in {self.work}: remove its JSON to run it again")
         return checkpoints[-1] / "model"
 
+    def _model_names(self, job: Job) -> dict[str, str]:
+        """Return the placeholder of each model that the job is given, by its path."""
+        names = {name for argument in job.arguments for name in re.findall(PLACEHOLDER, argument)}
+        return {str(self._last_model(name)): f"{{{name}}}" for name in sorted(names)}
+
     def has_ended(self, job: Job) -> bool:
         """Return whether the job is complete. A run stopped by a foreign SIGTERM exits with 0 but has no summary."""
         return job.kind == "eval" or (self.folder(job.name) / "summary.json").is_file()
@@ -169,13 +176,16 @@ class Study:
         summary = json.loads((folder / "summary.json").read_text())
         metrics = folder / "metrics.jsonl"  # absent after a run of no steps
         rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
-        names = [n for n in (rows[-1] if rows else {}) if n in CURVES or n.startswith("horizon/")]
+        recorded = dict.fromkeys(name for row in rows for name in row)  # some only have values in the first of a round
+        names = [name for name in recorded if name in CURVES or name.startswith(("horizon/", "judged/"))]
         findings = folder / "doctor.jsonl"
         return (
             kept
             | {k: v for k, v in summary.items() if k not in ("name", "seed")}
             | {
-                "config": _without_paths(tomllib.loads((folder / "config.toml").read_text()), job),
+                "config": _without_paths(
+                    tomllib.loads((folder / "config.toml").read_text()), job, self._model_names(job)
+                ),
                 "curves": {name: [_rounded(row.get(name)) for row in rows] for name in names},
                 "findings": [json.loads(x) for x in findings.read_text().splitlines()] if findings.is_file() else [],
                 "behaviour": {
@@ -209,11 +219,21 @@ def _columns(steps: dict[int, dict[str, float | None]]) -> dict[str, list[Any]]:
     return {"step": list(steps), **metrics} if steps else {}
 
 
-def _without_paths(config: dict[str, Any], job: Job) -> dict[str, Any]:
-    """Return a run's config without the machine's paths: no `run_dir`, and `model.path` as the job gave it."""
+def _without_paths(config: dict[str, Any], job: Job, names: Mapping[str, str]) -> dict[str, Any]:
+    """Return a run's config without the machine's paths: no `run_dir`, and models as the job named them.
+
+    `names` has the placeholder of each path.
+    """
     given = [argument.partition("=")[2] for argument in job.arguments if argument.startswith("model.path=")]
     model = config["model"] | ({"path": given[-1]} if given else {})
-    return {name: value for name, value in config.items() if name != "run_dir"} | {"model": model}
+    kept = {name: value for name, value in config.items() if name != "run_dir"} | {"model": model}
+    return {name: _renamed(value, names) for name, value in kept.items()}
+
+
+def _renamed(value: Any, names: Mapping[str, str]) -> Any:
+    if isinstance(value, dict):
+        return {key: _renamed(part, names) for key, part in value.items()}
+    return names.get(value, value) if isinstance(value, str) else value
 
 
 def _short(config: dict[str, Any]) -> dict[str, Any]:

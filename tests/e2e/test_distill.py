@@ -12,6 +12,7 @@ from runs_for_tests import Process, comparable_metrics, quiet
 from agentgym_rl.commands.train import train
 from agentgym_rl.config import Config, load_config
 from agentgym_rl.errors import ConfigError
+from agentgym_rl.run.preflight import require_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "keydoor"
 
@@ -80,6 +81,18 @@ def test_distillation_needs_a_teacher() -> None:
         load_config(RECIPES / "tiny.toml", ["method=distill"])
     with pytest.raises(ConfigError, match="set method = 'distill'"):
         load_config(RECIPES / "tiny.toml", ["rl.distill.teacher=runs/x"])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rl.distill.teacher=/nowhere", r"rl\.distill\.teacher = '/nowhere': no Hugging Face model folder"),
+        ("rl.distill.url=foo", r"rl\.distill\.url must look like https://.*, got 'foo'"),
+    ],
+)
+def test_a_teacher_that_cannot_exist_is_refused_before_anything_starts(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        require_recipe(load_config(RECIPES / "distill.toml", ["model.path=/nowhere", override]))
 
 
 @pytest.mark.long

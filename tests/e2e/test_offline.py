@@ -29,6 +29,7 @@ from agentgym_rl.commands.train import train
 from agentgym_rl.config import Config, load_config
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.run.backend import LocalBackend
+from agentgym_rl.run.log import read_trajectories
 from agentgym_rl.run.rounds import read_round
 from agentgym_rl.run.stopping import Stopped
 from agentgym_rl.training.checkpoint import list_checkpoints
@@ -190,6 +191,38 @@ def test_every_round_of_agentevol_starts_from_the_base_model(
     assert all(torch.equal(base[name], value) for name, value in final_weights(unchanged).items())
     moved = final_weights(run)
     assert any(not torch.equal(base[name], value) for name, value in moved.items())
+
+
+async def test_rounds_of_dagger_add_up_and_hand_play_over_to_the_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oracle plays the first round and the agent the second; each round starts from the base model."""
+    loaded: list[Path] = []
+    load_model = LocalBackend.load_model
+
+    def load(backend: LocalBackend, folder: Path) -> None:
+        loaded.append(folder)
+        load_model(backend, folder)
+
+    monkeypatch.setattr(LocalBackend, "load_model", load)
+    small = ["warm_start.episodes=16", "dagger.rounds=2", "dagger.oracle_share=1.0", "dagger.oracle_decay=0.0"]
+    config = load_config(RECIPES / "tiny-dagger.toml", [*small, "dagger.tasks=8", "eval.episodes=1", "threads=1"])
+    run = tmp_path / "run"
+    summary = await train(config.model_copy(update={"data": None}), run, console=quiet())
+    first, second = (read_round(run, number) for number in (1, 2))
+    by_oracle = []
+    for played in (first, second):
+        episodes = read_trajectories(run / "trajectories" / f"step_{played.first_step:06d}.jsonl")
+        replies = [message for episode in episodes for message in episode.messages if message.role == "assistant"]
+        assert all(reply.advice for reply in replies)
+        by_oracle.append([reply.logprobs is None for reply in replies])
+    assert all(by_oracle[0])
+    assert not any(by_oracle[1])
+    old, new = first.samples["labelled"], second.samples["labelled"]
+    assert new[: len(old)] == old
+    assert len(new) - len(old) == second.metrics["round/labelled"] > 0
+    assert [row["labelled"] for row in summary["rounds"]] == [len(old), len(new)]
+    assert loaded == [run / "base"] * 2
 
 
 @pytest.mark.long

@@ -23,10 +23,10 @@ from agentgym_rl.config import Config
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.run.log import read_metrics, read_trajectories
-from agentgym_rl.training.preferences import find_preferences, read_preferences
-from agentgym_rl.types import Trajectory
+from agentgym_rl.training.preferences import PreferredPair, export_pairs, find_preferences, read_preferences
+from agentgym_rl.types import Message, Task, Trajectory
 from agentgym_rl.viewer.discovery import RunFolder
-from agentgym_rl.viewer.preference_store import store_preference
+from agentgym_rl.viewer.preference_store import preferences_of, store_preference
 
 PAIR = "a=small%7Cstep_000002.0&b=small%7Cstep_000002.1"
 
@@ -158,6 +158,72 @@ def test_dpo_learns_what_people_prefer(tmp_path: Path) -> None:
         for step in (0, summary["steps"])
     )
     assert sum(map(downs, after)) > sum(map(downs, before)) + 1.0
+
+
+def episode(text: str, *, name: str = "train-1", reply: bool = True, prompt: str = "go") -> dict[str, Any]:
+    messages = [Message("user", word) for word in prompt.split()]
+    messages += [Message("assistant", text, [1], [-0.5])] * reply
+    return dict(json.loads(Trajectory(name, Task("maze", 1), messages, [0.0] * reply, [{}] * reply).to_json()))
+
+
+def texts(pairs: list[PreferredPair]) -> list[tuple[str, str]]:
+    return [(p.chosen.messages[-1].content, p.rejected.messages[-1].content) for p in pairs]
+
+
+def test_a_text_may_contain_any_line_separator(tmp_path: Path) -> None:
+    folder = RunFolder("r", tmp_path, "run")
+    strange = "a\u2028b\u2029c\x85d\x0be\x1ef"
+    store_preference(folder, ("r", episode(strange)), ("r", episode("plain", name="train-2")), "left", "Ada")
+    with (tmp_path / "preferences.jsonl").open("ab") as file:
+        file.write('{"torn": "\u2028'.encode())
+    assert texts(read_preferences([tmp_path / "preferences.jsonl"])) == [(strange, "plain")]
+
+
+def test_runs_with_equal_names_and_ids_do_not_replace_each_others_choices(tmp_path: Path) -> None:
+    """Ids follow from the seed, so two runs of one recipe have the same."""
+    for name in ("first", "second"):
+        folder = RunFolder("run", tmp_path / name, "run")
+        folder.path.mkdir()
+        left, right = (("run", episode(f"{side} of {name}", name=side)) for side in ("left", "right"))
+        store_preference(folder, left, right, "right", "Ada")
+    pairs = read_preferences(find_preferences([str(tmp_path / "first"), str(tmp_path / "second")]))
+    assert texts(pairs) == [("right of first", "left of first"), ("right of second", "left of second")]
+
+
+def test_a_later_choice_replaces_an_earlier_one_under_another_name_of_the_run(tmp_path: Path) -> None:
+    folder = RunFolder("run", tmp_path, "run")
+    left, right = episode("a", name="train-1"), episode("b", name="train-2")
+    store_preference(folder, ("run", left), ("run", right), "left", "Ada")
+    store_preference(folder, ("runs/run", right), ("runs/run", left), "left", "Ada")
+    assert texts(read_preferences([tmp_path / "preferences.jsonl"])) == [("b", "a")]
+    (said,) = preferences_of((folder, "train-1"), (folder, "train-2"))
+    assert said["better"] == "right"
+
+
+def test_a_choice_between_runs_is_shown_from_both_sides(tmp_path: Path) -> None:
+    first, second = (RunFolder(name, tmp_path / name, "run") for name in ("first", "second"))
+    first.path.mkdir()
+    second.path.mkdir()
+    store_preference(first, ("first", episode("a")), ("second", episode("b")), "left", "Ada")
+    assert [s["better"] for s in preferences_of((first, "train-1"), (second, "train-1"))] == ["left"]
+    assert [s["better"] for s in preferences_of((second, "train-1"), (first, "train-1"))] == ["right"]
+    store_preference(second, ("second", episode("b")), ("first", episode("a")), "left", "Ada")
+    assert [s["better"] for s in preferences_of((first, "train-1"), (second, "train-1"))] == ["right"]
+    assert preferences_of((first, "train-1"), (first, "train-2")) == []
+
+
+def test_exported_pairs_start_with_a_reply(tmp_path: Path) -> None:
+    """The two episodes may come from runs with different instructions."""
+    folder = RunFolder("r", tmp_path, "run")
+    store_preference(folder, ("r", episode("a", prompt="be quick")), ("s", episode("b", prompt="go")), "left", "Ada")
+    store_preference(folder, ("r", episode("a")), ("s", episode("", name="train-2", reply=False)), "left", "Ada")
+    assert export_pairs([str(tmp_path)], tmp_path / "pairs.jsonl") == 1
+    row = json.loads((tmp_path / "pairs.jsonl").read_text())
+    assert [m["content"] for m in row["prompt"]] == ["be", "quick"]
+    assert [row[side] for side in ("chosen", "rejected")] == [
+        [{"role": "assistant", "content": "a"}],
+        [{"role": "assistant", "content": "b"}],
+    ]
 
 
 def test_preferences_that_are_missing_or_damaged_are_explained(tmp_path: Path) -> None:

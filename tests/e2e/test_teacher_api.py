@@ -75,7 +75,7 @@ async def test_a_server_with_other_tokens_is_refused(tiny_qwen: Path, teacher: P
         ("malformed", "not a completion"),
         ("hang", r"no answer within 0\.5 s"),
         ("no scores", "must return the log-probability of each of the"),
-        ("gone", "cannot be reached"),
+        ("gone", r"cannot be reached .* check the address \(rl\.distill\.url\)"),
     ],
 )
 async def test_a_teacher_that_does_not_answer_ends_the_run_with_the_reason(

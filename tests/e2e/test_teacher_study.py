@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from agentgym_rl.run.log import read_metrics
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "results"))
 import studies  # noqa: E402
+import study  # noqa: E402
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -55,6 +57,31 @@ def test_a_student_learns_from_adapters_of_a_larger_model(tiny_qwen: Path, tmp_p
     for name in ("distill-staged-textcraft-0", "distill-fixed-long-textcraft-0"):
         student = run(name, tiny_qwen, tmp_path, f"rl.distill.teacher={folder}")
         assert "kl/teacher" in read_metrics(student / "metrics.jsonl")[0]
+
+
+def test_a_first_result_goes_from_the_teacher_to_records_without_paths(tiny_qwen: Path, tmp_path: Path) -> None:
+    """The runner starts the jobs as they are, with small settings behind theirs."""
+    small = {
+        "train": (*TINY_QWEN["all"], *TINY_QWEN["rl"], "rl.token_budget=0", "model.chat_template=chatml"),
+        "eval": ("--limit", "1", "--samples", "1", "--turns", "2", "--max-new-tokens", "8", "--dtype", "float32"),
+    }
+    jobs = [
+        replace(
+            job, arguments=(*job.arguments, *small[job.kind], *(("--chat-template", "chatml") * ("base" in job.name)))
+        )
+        for job in studies.teachers_first([0])
+    ]
+    models = study.pretrained_models([str(tiny_qwen), f"0.5B={tiny_qwen}"])
+    first = study.Study("first", jobs, tmp_path / "work", tmp_path / "results", "cpu", models)
+    assert study.run([first], jobs=2, limit_s=800.0) == 0
+    written = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "results" / "first").glob("*.json")}
+    assert written.keys() == {job.name for job in jobs}
+    for arm in ("staged", "fixed-long"):
+        student = written[f"first-distill-{arm}-textcraft-0"]
+        assert student["config"]["rl"]["distill"]["teacher"] == "{first-qwen-lora-textcraft-0}"
+        assert all(value > 0 for value in student["curves"]["kl/teacher"])
+    assert str(tmp_path) not in json.dumps(written)
+    assert str(tiny_qwen) not in json.dumps(written)
 
 
 def test_dagger_with_corrected_thoughts_runs(tiny_qwen: Path, tmp_path: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from training_for_tests import trajectory
 
+from agentgym_rl.commands.rescore import stored_groups
 from agentgym_rl.rewards.rank_changes import compare, ranks, summary
 from agentgym_rl.types import Verdict
 
@@ -31,3 +34,19 @@ def test_another_best_episode_is_counted() -> None:
         t.verdicts = [Verdict("judge", 1.0, [1.0 - t.reward])]
     found = summary([compare(1, episodes, [t.reward for t in episodes]), compare(1, episodes[:1], [0.0])])
     assert (found["best_changed"], found["reversed_pairs"], found["groups"]) == (1.0, 1.0, 2)
+
+
+def test_groups_of_one_task_in_a_step_are_not_merged(tmp_path: Path) -> None:
+    """A team has a group for each role; an environment with few items has several groups of one."""
+    names = {"train-7-0-white": "white", "train-7-0-black": "black", "train-7-1-white": "white"}
+    episodes = [trajectory(1, turns=1) for _ in range(6)]
+    for number, (episode, (name, role)) in enumerate(zip(episodes, [*names.items()] * 2, strict=True)):
+        episode.id, episode.role, episode.player = f"{name}-{number // 3}-0", role, "learner"
+    assert len({episode.task for episode in episodes}) == 1
+    (tmp_path / "trajectories").mkdir()
+    lines = "".join(f"{episode.to_json()}\n" for episode in episodes)
+    (tmp_path / "trajectories" / "step_000003.jsonl").write_text(lines)
+    groups = stored_groups(tmp_path, None)
+    assert [(step, [t.id for t in group.trajectories]) for step, group in groups] == [
+        (3, [f"{name}-0-0", f"{name}-1-0"]) for name in names
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -19,9 +20,10 @@ from agentgym_rl.errors import ConfigError, EngineError
 from agentgym_rl.rewards.judge import Judge, LocalChat, make_chat_client
 from agentgym_rl.rewards.judge_questions import read_numbers, read_ranking, transcript
 from agentgym_rl.rewards.rewards import Rewards
+from agentgym_rl.run.preflight import require_recipe
 from agentgym_rl.training.batch import equal_rewards, gather
 from agentgym_rl.training.metrics import episode_metrics
-from agentgym_rl.training.reward_settings import JudgeSettings, RewardSettings
+from agentgym_rl.training.reward_settings import JudgeSettings, RewardSettings, budget_problem
 from agentgym_rl.training.rl import _require_judged
 from agentgym_rl.training.settings import RLSettings
 from agentgym_rl.types import Group, Message, StopReason, Task, Trajectory, Verdict
@@ -247,6 +249,16 @@ async def test_a_judge_that_fails_leaves_episodes_out(
     assert group.trainable == group.trajectories
 
 
+async def test_a_judge_in_this_process_that_hangs_is_given_up(tmp_path: Path) -> None:
+    class Hanging:
+        async def complete(self, *_: Any) -> Any:
+            await asyncio.sleep(60)
+
+    judge = Judge(Hanging(), "judge", JudgeSettings(path="judge", timeout_s=0.05, retries=1), tmp_path / "judge.jsonl")
+    ((verdict,),) = await asyncio.wait_for(scored(Group(TASK, [episode("up")]), RUBRIC, judge=judge), 30)
+    assert verdict.error == "the judge gave no answer within 0.1 s"
+
+
 async def test_a_judge_that_hangs_is_given_up(server: JudgeServer, tmp_path: Path) -> None:
     judge = make_judge(server, tmp_path, timeout_s=0.2, retries=1)
     server.always = "hang"
@@ -337,6 +349,43 @@ JUDGE = {"url": "http://127.0.0.1:1/v1", "model": "m"}
 def test_a_recipe_with_wrong_rewards_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         counting_config(**changes)
+
+
+@pytest.mark.parametrize(
+    ("judge", "message"),
+    [
+        ({"url": "foo", "model": "m"}, r"judge\.url must look like https://.*, got 'foo'"),
+        ({"path": "/nowhere"}, r"judge\.path = '/nowhere': no Hugging Face model folder"),
+    ],
+)
+def test_a_judge_that_cannot_exist_is_refused_before_anything_starts(judge: dict[str, str], message: str) -> None:
+    config = counting_config(rewards=[{"kind": "rubric", "rubric": "x"}], judge=judge)
+    with pytest.raises(ConfigError, match=message):
+        require_recipe(config, environments=False)
+
+
+async def test_an_unreachable_judge_names_its_setting(tmp_path: Path) -> None:
+    settings = JudgeSettings(url="http://127.0.0.1:1/v1", model="m", retries=0)
+    judge = Judge(make_chat_client(settings), "m", settings, tmp_path / "judge.jsonl")
+    ((verdict,),) = await scored(Group(TASK, [episode("up")]), RUBRIC, judge=judge)
+    assert "cannot be reached" in verdict.error
+    assert "check the address (judge.url)" in verdict.error
+    await judge.close()
+
+
+async def test_a_judge_without_its_key_names_the_setting(server: JudgeServer, judge: Judge) -> None:
+    server.always = "401"
+    ((verdict,),) = await scored(Group(TASK, [episode("up")]), RUBRIC, judge=judge)
+    assert "check judge.api_key_variable, no key was sent" in verdict.error
+
+
+def test_a_budget_that_does_not_last_is_foreseen() -> None:
+    ranking = RewardSettings(kind="ranking", rubric="x")
+    judge = JudgeSettings(**JUDGE, max_calls=90)
+    assert not budget_problem([RUBRIC], judge, 10, 9)
+    assert "max_calls = 90 is less than the 100 answers" in budget_problem([RUBRIC, ranking], judge, 10, 9)
+    assert not budget_problem([ranking], judge, 90, 9)
+    assert not budget_problem([RUBRIC], None, 10, 100)
 
 
 def test_rewards_are_read_by_online_methods_only() -> None:

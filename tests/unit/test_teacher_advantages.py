@@ -27,5 +27,9 @@ def test_the_metric_is_the_reverse_kl_of_what_was_sampled() -> None:
 def test_settings_that_distillation_cannot_use_are_refused() -> None:
     with pytest.raises(ValueError, match="coef must be at least 0"):
         DistillSettings(teacher="x", coef=-1.0)
+    with pytest.raises(ValueError, match="both 0, which leaves nothing to learn from"):
+        DistillSettings(teacher="x", coef=0.0)
+    with pytest.raises(ValueError, match="teacher is empty"):
+        DistillSettings(teacher=" ")
     with pytest.raises(ValueError, match="loss = 'gspo' cannot be used with distill"):
         RLSettings(loss="gspo", distill=DistillSettings(teacher="x"))

@@ -20,7 +20,7 @@ from agentgym_rl.rewards.rank_changes import Rescored, compare, summary
 from agentgym_rl.run.judging import make_rewards
 from agentgym_rl.run.log import read_trajectories
 from agentgym_rl.run.preflight import require_rewards
-from agentgym_rl.types import Group, Task
+from agentgym_rl.types import Group, Task, Trajectory
 
 CACHE_NAME = "rescore_judge.jsonl"
 """Answers of the judge to this command. It does not read those of training: the judge is asked again."""
@@ -82,17 +82,19 @@ async def rescore(
 def stored_groups(run: Path, step: int | None) -> list[tuple[int, Group]]:
     """Return (step, group) of the stored training episodes, of one step or of all, without those that failed.
 
-    An episode whose judge failed in training has no earlier reward and is left out.
+    An episode whose judge failed in training has no earlier reward and is left out. A step may have several groups of
+    one task: those of the roles of a team, and those of an environment with few items.
     """
     pattern = "step_*.jsonl" if step is None else f"step_{step:06d}.jsonl"
     groups: list[tuple[int, Group]] = []
     for path in sorted((run / "trajectories").glob(pattern)):
-        by_task: dict[Task, Group] = defaultdict(lambda: Group(Task("", 0), []))
+        played: dict[tuple[Task, str, str], list[Trajectory]] = defaultdict(list)
         for trajectory in read_trajectories(path):
-            by_task[trajectory.task].task = trajectory.task
-            by_task[trajectory.task].trajectories.append(trajectory)
+            # An id ends in the number of the episode in its group, and that of the attempt.
+            played[trajectory.task, trajectory.role, trajectory.id.rsplit("-", 2)[0]].append(trajectory)
         number = int(path.stem.rpartition("_")[2])
-        kept = [Group(g.task, [t for t in g.trainable if t.num_turns]) for g in by_task.values()]
+        stored = [Group(task, trajectories) for (task, _, _), trajectories in played.items()]
+        kept = [Group(group.task, [t for t in group.trainable if t.num_turns]) for group in stored]
         groups += [(number, group) for group in kept if group.trajectories]
     if not groups:
         raise ConfigError(f"{run} has no training episodes{'' if step is None else f' of step {step}'} to score")

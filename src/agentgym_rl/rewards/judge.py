@@ -145,6 +145,7 @@ def make_chat_client(settings: JudgeSettings) -> ChatClient:
         timeout_s=settings.timeout_s,
         retries=settings.retries,
         max_wait_s=MAX_PAUSE_S,
+        setting="judge.url",
     )
 
 

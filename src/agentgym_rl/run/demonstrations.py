@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import cycle, islice
+from itertools import cycle, groupby, islice
 
 from agentgym_rl.agent.renderer import Renderer, Tools
 from agentgym_rl.errors import ConfigError, EnvError
@@ -152,9 +152,29 @@ def _sampled_with(renderer: Renderer, trajectory: Trajectory) -> bool:
     if any(messages[i].logprobs is None or not messages[i].token_ids for i in replies):
         return False
     before = [token for m in messages[: replies[0]] for token in m.token_ids]
-    return before == renderer.prompt(messages[: replies[0]], trajectory.tools) and all(
-        _text_of(renderer, messages[i].token_ids, trajectory.tools) == messages[i].text for i in replies
+    return (
+        before == renderer.prompt(messages[: replies[0]], trajectory.tools)
+        and all(_text_of(renderer, messages[i].token_ids, trajectory.tools) == messages[i].text for i in replies)
+        and _has_observations_of(renderer, messages[replies[0] :])
     )
+
+
+def _has_observations_of(renderer: Renderer, messages: Sequence[Message]) -> bool:
+    """Return whether the observations have the ids of this renderer. Small vocabularies may agree on replies only.
+
+    Segments that start anew, and templates that rewrite earlier turns, hold other ids than those of the observations.
+    """
+    if not renderer.linear or any(m.segment or m.purpose for m in messages):
+        return True
+    for is_reply, block in groupby(messages, lambda message: message.role == "assistant"):
+        observations = list(block)
+        ids = [token for message in observations for token in message.token_ids]
+        if is_reply or not ids:  # an observation that nobody answers has none
+            continue
+        expected = renderer.observation_ids(observations)
+        if ids not in (expected, [renderer.end_of_turn, *expected]):  # a stop string leaves the end of the turn out
+            return False
+    return True
 
 
 def _text_of(renderer: Renderer, token_ids: list[int], tools: Tools) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 
-from agentgym_rl.agent.engines.openai import key_headers
+from agentgym_rl.agent.engines.openai import key_headers, require_address
 from agentgym_rl.agent.styles import STYLES
 from agentgym_rl.agent.templates import resolve_template
 from agentgym_rl.config import (
@@ -35,6 +35,7 @@ from agentgym_rl.training.locate_model import find_model, find_reward_model, fol
 from agentgym_rl.training.offline_settings import DataSettings
 from agentgym_rl.training.preferences import find_preferences
 from agentgym_rl.training.reward_settings import JudgeSettings, RewardSettings
+from agentgym_rl.training.settings import DistillSettings
 
 
 def require_recipe(config: Config, *, environments: bool = True) -> None:
@@ -60,8 +61,7 @@ def require_recipe(config: Config, *, environments: bool = True) -> None:
     require_program(config.agent)
     require_files(config.data, config.method)
     require_rewards(config.rewards, config.judge)
-    if config.rl.distill is not None:
-        key_headers(config.rl.distill.api_key_variable)
+    require_teacher(config.rl.distill)
     pairs = config.dpo or config.reward_model
     find_preferences(pairs.preferences if pairs is not None else ())
     resolve_template(config.model.chat_template)
@@ -164,9 +164,23 @@ def require_rewards(rewards: Iterable[RewardSettings], judge: JudgeSettings | No
         if reward.kind == "reward_model":
             find_reward_model(reward.path)
     if judge is not None and judge.path is not None:
-        find_model(judge.path)
+        find_model(judge.path, "judge.path")
     elif judge is not None:
+        require_address(str(judge.url), "judge.url")
         key_headers(judge.api_key_variable)
+
+
+def require_teacher(distill: DistillSettings | None) -> None:
+    """Raise ConfigError for a teacher that does not exist, or for an address or a key that cannot be used."""
+    if distill is None:
+        return
+    if distill.url is not None:
+        require_address(distill.url, "rl.distill.url")
+        key_headers(distill.api_key_variable)
+        return
+    folder = folder_of(distill.teacher, "rl.distill.teacher")
+    name = str(folder) if folder.is_dir() else distill.teacher
+    find_model(base_of_adapters(folder) or name, "rl.distill.teacher")
 
 
 def require_files(data: DataSettings | None, method: str) -> None:

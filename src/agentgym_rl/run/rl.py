@@ -17,6 +17,7 @@ from agentgym_rl.run.teaching import make_taught
 from agentgym_rl.training.checkpoint import checkpoint_path, list_checkpoints
 from agentgym_rl.training.doctor import Doctor
 from agentgym_rl.training.horizon import make_horizon
+from agentgym_rl.training.reward_settings import budget_problem
 from agentgym_rl.training.rl import Hooks, RLState, expected_steps, train_rl
 from agentgym_rl.training.role_learners import RoleLearners
 from agentgym_rl.types import Collect, Group, StopReason
@@ -55,6 +56,9 @@ class RLRun(Run):
         )
         backend = self.backend
         self.rewards = make_rewards(config.rewards, config.judge, self.log.root / CACHE_NAME)
+        groups = 0 if config.rl.token_budget else total * config.rl.groups_per_step
+        if problem := budget_problem(config.rewards, config.judge, groups, min(config.group_sizes().values())):
+            self.warn("judge_budget", problem)
         # Judges and teachers read the episodes here.
         keep = self.rewards is None and config.rl.distill is None and config.rl.correction is None
         playing = backend.collector("train-", None, config.agent.temperature, keep_tokens=keep)

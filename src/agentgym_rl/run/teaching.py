@@ -60,6 +60,7 @@ async def score_all(settings: DistillSettings, prompts: Sequence[list[int]]) -> 
         api_key_variable=settings.api_key_variable,
         timeout_s=settings.timeout_s,
         retries=settings.retries,
+        setting="rl.distill.url",
     )
     free = asyncio.Semaphore(settings.concurrency)
 

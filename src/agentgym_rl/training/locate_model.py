@@ -15,17 +15,20 @@ HUB_TIMEOUT_S = 4.0
 """Seconds to wait for a connection to the hub. The hub's own client retries for a minute and a half."""
 
 
-def require_folder(path: str) -> Path:
-    """Return `path` as a folder. Raise ConfigError if it has no model, unless it may be a hub name (`owner/model`)."""
+def require_folder(path: str, setting: str = "model.path") -> Path:
+    """Return `path` as a folder. Raise ConfigError if it has no model, unless it may be a hub name (`owner/model`).
+
+    `setting` is the key of the recipe that names it.
+    """
     looks_local = Path(path).is_absolute() or path.startswith((".", "~")) or path.count("/") != 1
     folder = Path(path).expanduser()
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         raise ConfigError(
-            f"model.path = {path!r} holds adapters without their base model: "
+            f"{setting} = {path!r} holds adapters without their base model: "
             "merge them first, with `agentgym-rl export RUN FOLDER --merge`"
         )
     if looks_local and not (folder / "config.json").is_file():
-        raise ConfigError(f"model.path = {path!r}: no Hugging Face model folder there (config.json is missing)")
+        raise ConfigError(f"{setting} = {path!r}: no Hugging Face model folder there (config.json is missing)")
     return folder
 
 
@@ -55,10 +58,10 @@ def find_reward_model(path: str) -> Path:
     return folder
 
 
-def find_model(path: str) -> str:
+def find_model(path: str, setting: str = "model.path") -> str:
     """Return the folder or hub name to load. If the hub is unreachable, return the cached copy."""
-    folder = require_folder(path)
-    return str(folder) if folder.is_dir() else _hub_name_or_cache(path)
+    folder = require_folder(path, setting)
+    return str(folder) if folder.is_dir() else _hub_name_or_cache(path, setting)
 
 
 def local_folder(name: str) -> str:
@@ -71,20 +74,20 @@ def local_folder(name: str) -> str:
 
 
 @lru_cache
-def _hub_name_or_cache(name: str) -> str:
+def _hub_name_or_cache(name: str, setting: str) -> str:
     from huggingface_hub import constants, try_to_load_from_cache
 
     try:
         cached = try_to_load_from_cache(name, "config.json")
     except ValueError as error:
-        raise ConfigError(f"model.path = {name!r} is neither a folder nor a hub name: {error}") from error
+        raise ConfigError(f"{setting} = {name!r} is neither a folder nor a hub name: {error}") from error
     reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _why_unreachable(constants.ENDPOINT)
     if not reason:
         return name
     if isinstance(cached, str):
         return str(Path(cached).parent)
     raise ConfigError(
-        f"model.path = {name!r} is not a folder, is not in the Hugging Face cache, and {constants.ENDPOINT} cannot be "
+        f"{setting} = {name!r} is not a folder, is not in the Hugging Face cache, and {constants.ENDPOINT} cannot be "
         f"reached ({reason}): connect, download the model first, or name a folder"
     )
 

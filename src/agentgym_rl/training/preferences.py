@@ -42,17 +42,21 @@ def find_preferences(patterns: Iterable[str]) -> list[Path]:
 
 
 def read_preferences(paths: Iterable[Path]) -> list[PreferredPair]:
-    """Return each person's last choice about each pair, in order of time, without pairs called equal."""
+    """Return each person's last choice about each pair, in order of time, without pairs called equal.
+
+    An episode is known by its id and its text: a run may be viewed under several names, and runs of one seed have the
+    same ids.
+    """
     said: dict[tuple[Any, ...], tuple[str, dict[str, Any]]] = {}
     for path in paths:
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        for number, line in enumerate(lines, 1):
-            if number == len(lines) and not line.endswith("\n"):
-                continue  # torn by a kill
+        # Only \n ends a line: texts may hold other separators, such as U+2028. A kill may tear the last line.
+        for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
             try:
                 row = json.loads(line)
-                names = [(row[side]["run"], row[side]["episode"]["id"]) for side in ("left", "right")]
-                said[row["by"], *sorted(names)] = (row["better"], row)
+                pair = sorted(_identity(row[side]["episode"]) for side in ("left", "right"))
+                earlier = said.get((row["by"], *pair))
+                if earlier is None or earlier[1]["time"] <= row["time"]:  # it may come from another file
+                    said[row["by"], *pair] = (row["better"], row)
             except (ValueError, KeyError, TypeError) as error:
                 raise ConfigError(f"{path} line {number} is not a preference ({error}): remove that line") from error
     pairs = []
@@ -64,16 +68,30 @@ def read_preferences(paths: Iterable[Path]) -> list[PreferredPair]:
     return sorted(pairs, key=lambda pair: pair.time)
 
 
+def _identity(episode: dict[str, Any]) -> str:
+    return json.dumps([episode["id"], [[m["role"], m["content"]] for m in episode["messages"]]])
+
+
 def export_pairs(patterns: Iterable[str], out: Path) -> int:
-    """Write pairs as DPO trainers read them: prompt, chosen and rejected as messages. Return how many."""
-    pairs = read_preferences(find_preferences(patterns))
+    """Write pairs as DPO trainers read them: prompt, chosen and rejected as messages. Return how many.
+
+    Pairs in which an episode has no reply are left out, as in training.
+    """
+    pairs = [
+        p for p in read_preferences(find_preferences(patterns)) if _first_reply(p.chosen) and _first_reply(p.rejected)
+    ]
     write_atomically(out, "".join(json.dumps(_row(pair), ensure_ascii=False) + "\n" for pair in pairs).encode())
     return len(pairs)
 
 
 def _row(pair: PreferredPair) -> dict[str, Any]:
     chosen, rejected = ([{"role": m.role, "content": m.text} for m in t.messages] for t in (pair.chosen, pair.rejected))
-    start = next((i for i, m in enumerate(chosen) if m["role"] == "assistant"), len(chosen))
+    start, other_start = _first_reply(pair.chosen), _first_reply(pair.rejected)
     task = pair.chosen.task
     about = {"env": task.env, "item": task.item, "by": pair.by, "time": pair.time}
-    return {"prompt": chosen[:start], "chosen": chosen[start:], "rejected": rejected[start:]} | about
+    return {"prompt": chosen[:start], "chosen": chosen[start:], "rejected": rejected[other_start:]} | about
+
+
+def _first_reply(trajectory: Trajectory) -> int:
+    """Return the number of messages before the first reply; 0 if there is no reply."""
+    return next((i for i, m in enumerate(trajectory.messages) if m.role == "assistant"), 0)

@@ -168,3 +168,21 @@ def reward_problem(
     if any(reward.kind == "ranking" for reward in judged) and smallest_group < 2:
         return f"rewards: a ranking compares at least 2 episodes, got group_size = {smallest_group}"
     return ""
+
+
+def budget_problem(rewards: Sequence[RewardSettings], judge: JudgeSettings | None, groups: int, group_size: int) -> str:
+    """Return why `judge.max_calls` does not last for `groups` groups of `group_size` episodes, or an empty string.
+
+    A rubric is asked about every episode, a ranking about every group. Equal questions, which are asked once, and
+    repeated ones are not foreseen.
+    """
+    if judge is None:
+        return ""
+    judged = [reward for reward in rewards if reward.kind in JUDGED_KINDS]
+    calls = sum(groups * (group_size if reward.kind == "rubric" else 1) for reward in judged)
+    if calls <= judge.max_calls:
+        return ""
+    return (
+        f"judge.max_calls = {judge.max_calls} is less than the {calls} answers that all steps need; the run ends when "
+        "they are spent: raise it, or resume the run with more"
+    )

@@ -202,6 +202,10 @@ class DistillSettings(SettingsSection):
             raise ValueError("api and api_key_variable are for a teacher at url: remove them, or set url")
         if not math.isfinite(self.coef) or not math.isfinite(self.reward_weight):
             raise ValueError(f"coef and reward_weight must be finite, got {self.coef} and {self.reward_weight}")
+        if not self.coef and not self.reward_weight:
+            raise ValueError("coef and reward_weight are both 0, which leaves nothing to learn from: raise one of them")
+        if not self.teacher.strip():
+            raise ValueError("teacher is empty: name a model's folder, a run or a hub name")
 
 
 def distill_problem(distill: DistillSettings | None, method: str, temperature: float) -> str:

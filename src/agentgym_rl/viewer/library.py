@@ -179,8 +179,8 @@ class Library:
 
     def preferences(self, left: tuple[str, str], right: tuple[str, str]) -> list[dict[str, Any]]:
         """Return what people said about two episodes."""
-        ids = [str(self.raw_episode(run, key)["id"]) for run, key in (left, right)]
-        return preferences_of(self.run_folder(left[0]), ids[0], ids[1])
+        first, second = ((self.run_folder(run), str(self.raw_episode(run, key)["id"])) for run, key in (left, right))
+        return preferences_of(first, second)
 
     def shared_tasks(self, left: str, right: str) -> dict[str, Any]:
         return self.queries.shared_tasks(self.run_folder(left).path, self.run_folder(right).path)

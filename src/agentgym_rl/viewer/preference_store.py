@@ -47,23 +47,31 @@ def store_preference(
     return head
 
 
-def preferences_of(folder: RunFolder, left: str, right: str) -> list[dict[str, Any]]:
-    """Return what people said last about a pair of episodes, by their ids, as {time, by, better} seen from the left."""
-    path, turned, said = _path(folder), {"left": "right", "right": "left"}, {}
-    if not path.is_file():
-        return []
-    for line in path.read_bytes().splitlines():
+def preferences_of(left: tuple[RunFolder, str], right: tuple[RunFolder, str]) -> list[dict[str, Any]]:
+    """Return what people said last about a pair of episodes, as {time, by, better} seen from the left.
+
+    Each episode is given as (run, id). A choice is in the file of the run that was on the left when it was made.
+    """
+    turned: dict[str, str] = {"left": "right", "right": "left"}
+    said: dict[str, dict[str, Any]] = {}
+    wanted = _named([(folder.id, episode) for folder, episode in (left, right)])
+    paths = dict.fromkeys(_path(folder) for folder, _ in (left, right))
+    for line in (line for path in paths if path.is_file() for line in path.read_bytes().splitlines()):
         try:
             row = read_object(line)
-            ids = row["left"]["episode"]["id"], row["right"]["episode"]["id"]
+            sides = _named([(row[side]["run"], row[side]["episode"]["id"]) for side in ("left", "right")])
             by, better, when = str(row["by"]), str(row["better"]), float(row["time"])
         except (ValueError, TypeError, KeyError, orjson.JSONDecodeError):
             continue  # torn by a kill, or not ours
-        if ids == (left, right):
-            said[by] = {"time": when, "by": by, "better": better}
-        elif ids == (right, left):
-            said[by] = {"time": when, "by": by, "better": turned.get(better, better)}
+        if sides not in (wanted, wanted[::-1]) or (by in said and said[by]["time"] > when):
+            continue
+        said[by] = {"time": when, "by": by, "better": better if sides == wanted else turned.get(better, better)}
     return list(said.values())
+
+
+def _named(sides: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return (run, id) of both sides, without a run that is the same: it may be viewed under another name later."""
+    return [("", episode) for _, episode in sides] if sides[0][0] == sides[1][0] else sides
 
 
 def _path(folder: RunFolder) -> Path:

@@ -139,7 +139,7 @@ class ChatClient:
     `api_key_variable` names the environment variable with the key; None sends none. A request is tried `retries` + 1
     times, and fails at once if the server asks for a longer pause than `max_wait_s`. When one request is told to slow
     down, all wait; `requests_per_minute` spaces them out beforehand. `fatal_error` is the reason for a permanent
-    failure, or an empty string.
+    failure, or an empty string. `setting` is the name of the setting or option with the address, for error messages.
     """
 
     path = "/chat/completions"
@@ -156,8 +156,10 @@ class ChatClient:
         max_wait_s: float = 60.0,
         max_tokens_field: str = "max_tokens",
         requests_per_minute: float | None = None,
+        setting: str = "--base-url",
     ) -> None:
-        _require_address(base_url)
+        require_address(base_url, setting)
+        self._setting = setting
         self.model = model
         self.usage = Usage()
         self.fatal_error = ""
@@ -220,8 +222,8 @@ class ChatClient:
                 never_reached = isinstance(error, _NoConnection) and not self._was_reached
                 if never_reached and attempt >= min(self._retries, FIRST_CONNECT_RETRIES):
                     raise Refused(
-                        f"{self._url} cannot be reached ({error}): check the address (--base-url) and that the "
-                        "server runs"
+                        f"{self._url} cannot be reached ({error}): check the address ({self._setting}) and that "
+                        "the server runs"
                     ) from error
                 if attempt >= self._retries or wait_s > self._max_wait_s:
                     pause = f", which asks to wait {wait_s:.0f} s," if wait_s > self._max_wait_s else ""
@@ -265,12 +267,15 @@ class ChatClient:
     def _advice(self, status: int, *, exhausted: bool) -> str:
         """Return what to do about a refusal, or an empty string if unknown."""
         if status in (401, 403):
-            key = f"the key in ${self._key_variable}" if self._key_variable else "--key-variable, no key was sent"
-            return f": check {key}"
+            if self._key_variable:
+                return f": check the key in ${self._key_variable}"
+            section = self._setting.rpartition(".")[0]
+            option = f"{section}.api_key_variable" if section else "--key-variable"
+            return f": check {option}, no key was sent"
         if status == 402 or exhausted:
             return ": the account has no credit left"
         if status in (404, 405) or 300 <= status < 400:
-            return f": check the address (--base-url, it often ends in /v1) and the model's name, {self.model!r}"
+            return f": check the address ({self._setting}, it often ends in /v1) and the model's name, {self.model!r}"
         return ""
 
     def _answer(self, response: httpx.Response) -> Any:
@@ -325,7 +330,8 @@ class _RateLimiter:
         self._paused_until = max(self._paused_until, time.monotonic() + wait_s)
 
 
-def _require_address(base_url: str) -> None:
+def require_address(base_url: str, setting: str) -> None:
+    """Raise ConfigError if the address that a setting names is none."""
     try:
         url = httpx.URL(base_url)
         # A name, an IPv4 address, or an IPv6 address, which httpx gives without brackets.
@@ -334,7 +340,7 @@ def _require_address(base_url: str) -> None:
     except httpx.InvalidURL:
         is_valid = False
     if not is_valid:
-        raise ConfigError(f"a chat API's address must look like https://api.openai.com/v1, got {base_url!r}")
+        raise ConfigError(f"{setting} must look like https://api.openai.com/v1, got {base_url!r}")
 
 
 def key_headers(api_key_variable: str | None) -> dict[str, str]:
