@@ -157,7 +157,8 @@ def main(options: argparse.Namespace) -> None:
     for name, value in scaled.items():
         print(f"    {name:28} {value:6.2f}")
     print(f"    {'total':28} {sum(scaled.values()):6.2f}")
-    results: dict[str, Any] = {"seconds": scaled}
+    settings = {name: getattr(options, name) for name in ("episodes", "tokens", "turns", "ranks", "repeats", "of")}
+    results: dict[str, Any] = {"settings": settings, "seconds": scaled}
     if options.weights:
         results["buckets_gb_per_s"] = rate = max(bucket_rate() for _ in range(options.repeats))
         print(f"buckets: {rate:.1f} GB/s")

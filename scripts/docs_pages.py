@@ -425,6 +425,13 @@ def loading() -> str:
     return table([*header, "time"], rows)
 
 
+def driver() -> str:
+    """Return the driver's seconds of processor time for a step by part."""
+    seconds = measured("driver")["seconds"]
+    rows = [[part, f"{value:.2f}"] for part, value in seconds.items()]
+    return table(["part", "seconds"], [*rows, ["**sum**", f"**{sum(seconds.values()):.2f}**"]])
+
+
 def asynchronous() -> str:
     """Return the success of the quickstart by bound of staleness, over its seeds."""
     bounds: dict[str, list[dict[str, Any]]] = {}
@@ -505,6 +512,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "vllm-weights": vllm_weights,
     "vllm-sleep": vllm_sleep,
     "loading": loading,
+    "driver": driver,
     "asynchronous": asynchronous,
     "load": load,
     "reading-lengths": reading_lengths,
