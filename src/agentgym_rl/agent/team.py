@@ -248,7 +248,10 @@ async def play_team(
         trained = player.name == LEARNER
         policy = PlayerPolicy(player.make_policy(session, stable_seed(seed, role)), world, role, trained=trained)
         own = replace(limits, max_turns=turns)
-        return await rollout(task, session, policy, own, id=ids[role], timeout_s=timeout_s, truncate=truncate)
+        episode = await rollout(task, session, policy, own, id=ids[role], timeout_s=timeout_s, truncate=truncate)
+        if episode.stop is StopReason.ERROR:  # the others must not wait for its next move until the deadline
+            await world.fail(f"{role} failed with {episode.error}")
+        return episode
 
     episodes = await together(play(role, player) for role, player in players.items())
     failed = next((role for role, t in zip(players, episodes, strict=True) if t.stop is StopReason.ERROR), None)
