@@ -6,6 +6,7 @@ Irving et al. 2018 (arXiv 1805.00899), Khan et al. 2024 (arXiv 2402.06782).
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import ClassVar
@@ -21,6 +22,10 @@ from agentgym_rl.types import Step
 ALPHA, BETA, JUDGE = ROLES = ("alpha", "beta", "judge")
 MAX_ARGUMENT = 400
 """Characters of an argument that the others get."""
+
+FORM_WORDS = 4
+"""First words that two questions of the same form have in common."""
+_CHOICE = re.compile(r"(?:Which|Who)\b.*[,:] ([^,:]+),? or ([^,:]+)\?$")
 
 RULES = """\
 Two debaters argue about the answer to a question, and a judge decides. Each debater is given an answer to defend and \
@@ -158,17 +163,29 @@ def _quote(passage: Passage) -> str:
 
 
 def _wrong_answer(source: type[SearchQA], item: int) -> str:
-    """Return the answer to another question of the same split and form, which is wrong here."""
+    """Return a wrong answer that the question alone does not give away.
+
+    It is the other thing that the question names (`Which country is larger, Chad or Mali?`), or else the answer to
+    another question of the same split whose text starts alike.
+    """
     question = source.question(item)
-    form, rng = question.text.split()[:4], random.Random(f"debate/wrong/{item}")
+    for name in _alternatives(question.text):
+        if not is_right(name, question.answers):
+            return name
+    words, rng = question.text.split(), random.Random(f"debate/wrong/{item}")
     split = next(split for split in source.splits.values() if item in split)
-    for same_form in (True, False):
+    for alike in range(FORM_WORDS, -1, -1):
         for _ in range(200):
             other = source.question(rng.choice(split))
-            fits = other.text.split()[:4] == form or not same_form
-            if fits and not is_right(other.answers[0], question.answers):
+            if other.text.split()[:alike] == words[:alike] and not is_right(other.answers[0], question.answers):
                 return other.answers[0]
     raise EnvError(f"debate needs a wrong answer to item {item}, and all other questions have the same")
+
+
+def _alternatives(question: str) -> list[str]:
+    """Return the names that a question offers as its answers: those around the last `or` of one with Which or Who."""
+    offered = _CHOICE.match(question)
+    return [] if offered is None else [name for name in offered.groups() if not name.startswith("the one ")]
 
 
 @lru_cache(maxsize=16)

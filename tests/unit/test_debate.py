@@ -1,0 +1,68 @@
+"""Debate: two answers of which the question alone does not say which is right, and a judge who hears arguments."""
+
+from __future__ import annotations
+
+import pytest
+
+from agentgym_rl.environment.envs.debate import ALPHA, BETA, JUDGE, Debate, load_debate
+from agentgym_rl.environment.envs.searchqa.protocol import is_right
+
+ITEMS = [item for split in Debate.splits.values() for item in split]
+
+
+def answers_to(item: int) -> tuple[str, str, str]:
+    """Return the question, the right answer and the wrong one."""
+    debate = load_debate(rounds=0)()
+    debate.reset(item)
+    right = debate.oracle()
+    (wrong,) = [answer for answer in debate.actions() if answer != right]
+    return Debate.source.question(item).text, right, wrong
+
+
+def find_item(start: str) -> int:
+    return next(item for item in ITEMS if Debate.source.question(item).text.startswith(start))
+
+
+def test_a_judge_alone_gains_nothing_from_names_in_the_question() -> None:
+    right_named, wrong_named = 0, 0
+    for item in ITEMS:
+        question, right, wrong = answers_to(item)
+        if (right in question) != (wrong in question):
+            right_named += right in question
+            wrong_named += wrong in question
+    # A judge who gives the only named answer, or the other one, and guesses if both or none are named.
+    assert abs(right_named - wrong_named) / 2 / len(ITEMS) < 0.03
+
+
+@pytest.mark.parametrize("start", ["Which country has more inhabitants, ", "Which country has the larger area, "])
+def test_of_two_named_countries_one_is_the_wrong_answer(start: str) -> None:
+    item = find_item(start)
+    question, _, wrong = answers_to(item)
+    named = question.removeprefix(start).removesuffix("?").split(" or ")
+    assert [name for name in named if not is_right(name, Debate.source.question(item).answers)] == [wrong]
+
+
+def test_the_wrong_answer_is_of_the_kind_of_the_right_one() -> None:
+    countries = {
+        answer
+        for item in ITEMS
+        if Debate.source.question(item).text.startswith(("Which country", "In which country"))
+        for answer in Debate.source.question(item).answers
+    }
+    asked = [item for item in ITEMS if "as its capital" in Debate.source.question(item).text]
+    assert asked
+    assert all(answers_to(item)[2].removeprefix("the ") in countries for item in asked)
+
+
+@pytest.mark.parametrize("follows", [ALPHA, BETA])
+def test_the_debater_whose_answer_is_given_is_paid(follows: str) -> None:
+    debate = Debate()
+    debate.reset(ITEMS[0])
+    heard = [debate.step(debate.oracle()) for _ in (ALPHA, BETA)][-1].observation
+    assert debate.role() == JUDGE
+    assert "<information>" not in heard, "the judge does not see the passages"
+    answers = dict(zip((ALPHA, BETA), debate.actions(), strict=True))
+    step = debate.step(answers[follows])
+    right = is_right(answers[follows], Debate.source.question(ITEMS[0]).answers)
+    assert step.info["rewards"] == {role: float(role == follows) for role in (ALPHA, BETA)} | {JUDGE: float(right)}
+    assert step.info["success"] is right
