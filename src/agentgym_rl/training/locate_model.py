@@ -15,17 +15,20 @@ HUB_TIMEOUT_S = 4.0
 """Seconds to wait for a connection to the hub. The hub's own client retries for a minute and a half."""
 
 
-def require_folder(path: str) -> Path:
-    """Return `path` as a folder. Raise ConfigError if it has no model, unless it may be a hub name (`owner/model`)."""
+def require_folder(path: str, setting: str = "model.path") -> Path:
+    """Return `path` as a folder. Raise ConfigError if it has no model, unless it may be a hub name (`owner/model`).
+
+    `setting` is the key of the recipe that names the path.
+    """
     looks_local = Path(path).is_absolute() or path.startswith((".", "~")) or path.count("/") != 1
     folder = Path(path).expanduser()
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         raise ConfigError(
-            f"model.path = {path!r} holds adapters without their base model: "
+            f"{setting} = {path!r} holds adapters without their base model: "
             "merge them first, with `agentgym-rl export RUN FOLDER --merge`"
         )
     if looks_local and not (folder / "config.json").is_file():
-        raise ConfigError(f"model.path = {path!r}: no Hugging Face model folder there (config.json is missing)")
+        raise ConfigError(f"{setting} = {path!r}: no Hugging Face model folder there (config.json is missing)")
     return folder
 
 
