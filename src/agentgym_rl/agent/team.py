@@ -56,6 +56,8 @@ class Player:
     make_policy: PolicyFactory
     max_turns: int | None = None
     """Replies of the role per episode, if fewer than the horizon's."""
+    wrap: Callable[[EnvSession], EnvSession] | None = None
+    """Wrapper of the player's session, if not the one of the other players."""
 
 
 Cast = Callable[[int, int], Mapping[str, Player]]
@@ -244,7 +246,7 @@ async def play_team(
 
     async def play(role: str, player: Player) -> Trajectory:
         turns = min(limits.max_turns, player.max_turns or limits.max_turns)
-        session = wrap(RoleSession(world, env, role, turns))
+        session = (player.wrap or wrap)(RoleSession(world, env, role, turns))
         trained = player.name == LEARNER
         policy = PlayerPolicy(player.make_policy(session, stable_seed(seed, role)), world, role, trained=trained)
         own = replace(limits, max_turns=turns)
