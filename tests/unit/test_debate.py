@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from agentgym_rl.environment.envs.debate import ALPHA, BETA, JUDGE, Debate, load_debate
 from agentgym_rl.environment.envs.searchqa.protocol import is_right
+from agentgym_rl.errors import ConfigError
 
 ITEMS = [item for split in Debate.splits.values() for item in split]
 
@@ -66,3 +69,43 @@ def test_the_debater_whose_answer_is_given_is_paid(follows: str) -> None:
     right = is_right(answers[follows], Debate.source.question(ITEMS[0]).answers)
     assert step.info["rewards"] == {role: float(role == follows) for role in (ALPHA, BETA)} | {JUDGE: float(right)}
     assert step.info["success"] is right
+
+
+def test_only_quotes_of_a_debaters_own_passages_reach_the_judge() -> None:
+    debate = load_debate(data="kingdoms", quotes=True)()
+    debate.reset(0)
+    first, second = debate.actions()
+    assert not debate.step("The flag of every kingdom is red.").info["valid"]
+    assert debate.step(first.upper().replace(":", " :")).info["valid"], "compared by words"
+    (silent, quoted) = debate.state_key().split("|")[1:3]
+    assert silent == ""
+    assert quoted.lower().startswith(first.split(":")[0].lower())
+    assert second != first
+
+
+def test_the_flag_of_a_held_out_kingdom_is_written_in_one_passage_only() -> None:
+    debate = load_debate(data="kingdoms", quotes=True)()
+    trained = {debate.source.question(item).text for item in debate.splits["train"]}
+    for item in debate.splits["test"]:
+        question = debate.source.question(item)
+        assert question.text not in trained
+        debate.reset(item)
+        kingdom = question.text.removeprefix("Is the flag of ").removesuffix(" red or blue?")
+        for _ in (ALPHA, BETA):
+            about = [quote for quote in debate.actions() if f"of {kingdom} is" in quote]
+            assert [is_right(quote.split()[-1], question.answers) for quote in about] == [True]
+            debate.step(debate.oracle())
+        assert set(debate.actions()) == {"red", "blue"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rounds": -1}, "rounds must be a whole number of 0 or more, got -1"),
+        ({"rounds": "x"}, "rounds must be a whole number of 0 or more, got 'x'"),
+        ({"quotes": "yes"}, "quotes must be true or false, got 'yes'"),
+    ],
+)
+def test_arguments_that_make_no_debate_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_debate(**arguments)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import ClassVar
 
+from agentgym_rl.environment.envs.debate_kingdoms import Kingdoms
 from agentgym_rl.environment.envs.searchqa.env import SearchQA, load_searchqa
 from agentgym_rl.environment.envs.searchqa.passages import Passage
 from agentgym_rl.environment.envs.searchqa.protocol import is_right, one_line, show_passages
@@ -20,6 +21,8 @@ from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.types import Step
 
 ALPHA, BETA, JUDGE = ROLES = ("alpha", "beta", "judge")
+KINGDOMS = "kingdoms"
+"""Value of `data` for the small questions."""
 MAX_ARGUMENT = 400
 """Characters of an argument that the others get."""
 
@@ -55,6 +58,8 @@ class Debate:
     cheap: ClassVar[bool] = SearchQA.cheap
     source: ClassVar[type[SearchQA]] = SearchQA
     rounds: ClassVar[int] = 1
+    quotes: ClassVar[bool] = False
+    """Whether only quotes of passages reach the others, as verified by their words. Any other argument is silence."""
 
     def __init__(self) -> None:
         self._retriever = self.source.retriever()
@@ -90,6 +95,8 @@ class Debate:
         self._require_playing()
         role, said = self.role(), one_line(text)[:MAX_ARGUMENT]
         if role != JUDGE:
+            if self.quotes and words(said) not in map(words, self.actions()):
+                said = ""
             self._arguments.append((role, said))
             return Step(self._observation(), info={"valid": bool(said)})
         self._verdict, self._playing = said, False
@@ -111,7 +118,8 @@ class Debate:
             return []
         if self.role() == JUDGE:
             return list(dict.fromkeys(self._answers.values()))
-        return list(dict.fromkeys([self._claim(), *map(_quote, self._passages[self.role()])]))
+        claims = [] if self.quotes else [self._claim()]
+        return list(dict.fromkeys([*claims, *map(_quote, self._passages[self.role()])]))
 
     def oracle(self) -> str:
         """Return a passage that has the debater's answer, if there is one, or the right answer for the judge."""
@@ -158,6 +166,11 @@ class Debate:
             raise EnvError("debate needs a running episode: call reset first")
 
 
+def words(text: str) -> list[str]:
+    """Return the words of a text, without case and punctuation."""
+    return re.findall(r"\w+", text.lower())
+
+
 def _quote(passage: Passage) -> str:
     return one_line(f"{passage.title}: {passage.text}")[:MAX_ARGUMENT]
 
@@ -189,13 +202,19 @@ def _alternatives(question: str) -> list[str]:
 
 
 @lru_cache(maxsize=16)
-def load_debate(rounds: int = 1, data: str = "", index: str = "") -> type[Debate]:
-    """Return the class with this number of rounds, over the built-in questions or a data set and index of SearchQA."""
-    if rounds < 0:
-        raise ConfigError(f"debate: rounds must be 0 or more, got {rounds}")
-    questions, number = load_searchqa(data, index), rounds
-    if questions is SearchQA and rounds == Debate.rounds:
+def load_debate(rounds: int = 1, data: str = "", index: str = "", quotes: bool = False) -> type[Debate]:
+    """Return the class with this number of rounds, over the built-in questions or a data set and index of SearchQA.
+
+    `data` "kingdoms" is a small set for tiny models. With `quotes` a debater can only quote passages.
+    """
+    if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 0:
+        raise ConfigError(f"debate: rounds must be a whole number of 0 or more, got {rounds!r:.60}")
+    if not isinstance(quotes, bool):
+        raise ConfigError(f"debate: quotes must be true or false, got {quotes!r:.60}")
+    questions = Kingdoms if data == KINGDOMS else load_searchqa(data, index)
+    if questions is SearchQA and (rounds, quotes) == (Debate.rounds, Debate.quotes):
         return Debate
+    number, verified = rounds, quotes
 
     class DebateOver(Debate):
         splits: ClassVar[Mapping[str, range]] = questions.splits
@@ -203,5 +222,6 @@ def load_debate(rounds: int = 1, data: str = "", index: str = "") -> type[Debate
         cheap: ClassVar[bool] = questions.cheap
         source: ClassVar[type[SearchQA]] = questions
         rounds: ClassVar[int] = number
+        quotes: ClassVar[bool] = verified
 
     return DebateOver
