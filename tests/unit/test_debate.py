@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -109,3 +110,22 @@ def test_the_flag_of_a_held_out_kingdom_is_written_in_one_passage_only() -> None
 def test_arguments_that_make_no_debate_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_debate(**arguments)
+
+
+def test_a_kingdoms_name_does_not_say_which_quote_is_right() -> None:
+    debate = load_debate(data="kingdoms", quotes=True)()
+    wrong_in_training: Counter[str] = Counter()
+    right_by_name = []
+    for split in ("train", "test"):
+        for item in debate.splits[split]:
+            debate.reset(item)
+            quotes = [debate.step(debate.oracle()).observation for _ in (ALPHA, BETA)][-1].splitlines()[-2:]
+            names = {line.split(": ")[2].split(" is ")[1].rstrip("."): line.split(": ")[1] for line in quotes}
+            assert set(names) == {"red", "blue"}, "each debater has a passage for its answer"
+            right, wrong = (names[colour] for colour in (debate.oracle(), *({"red", "blue"} - {debate.oracle()})))
+            if split == "train":
+                wrong_in_training[wrong] += 1
+            elif wrong_in_training[right] != wrong_in_training[wrong]:
+                right_by_name.append(wrong_in_training[right] < wrong_in_training[wrong])
+    assert abs(sum(right_by_name) - len(right_by_name) / 2) <= 10, "of 100 items"
+    assert len(wrong_in_training) > 300

@@ -14,7 +14,7 @@ from typing import ClassVar
 from agentgym_rl.environment.envs.searchqa.env import SearchQA
 from agentgym_rl.environment.envs.searchqa.passages import Passage
 from agentgym_rl.environment.envs.searchqa.questions import Question
-from agentgym_rl.environment.envs.searchqa.retrieval import BM25Retriever, Retriever
+from agentgym_rl.environment.envs.searchqa.retrieval import Retriever
 
 _FIRST = (
     *("Upper", "Lower", "Great", "Little", "Old", "New", "North", "South", "East", "West"),
@@ -40,14 +40,23 @@ class Kingdoms(SearchQA):
 
     @classmethod
     def questions(cls) -> Sequence[Question]:
-        return [
-            Question(f"Is the flag of {name} red or blue?", (colour,), "kingdoms", ())
-            for name, colour in _kingdoms().items()
-        ]
+        return _questions()
 
     @classmethod
     def retriever(cls) -> Retriever:
-        return _retriever()
+        return KingdomRetriever()
+
+
+class KingdomRetriever:
+    """Finds the kingdom of a query, then kingdoms with a name like it whose flag has the colour at the query's end.
+
+    They are of the same split. Every one of them is as likely, so that names alone do not say which quote is right.
+    """
+
+    cheap = True
+
+    def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
+        return [_search(query)[:k] for query in queries]
 
 
 @cache
@@ -59,9 +68,22 @@ def _kingdoms() -> Mapping[str, str]:
 
 
 @cache
-def _retriever() -> Retriever:
-    passages = [
-        Passage(str(number), name, f"The flag of {name} is {colour}.")
-        for number, (name, colour) in enumerate(_kingdoms().items())
-    ]
-    return BM25Retriever.from_passages(passages)
+def _questions() -> tuple[Question, ...]:
+    return tuple(
+        Question(f"Is the flag of {name} red or blue?", (colour,), "kingdoms", ())
+        for name, colour in _kingdoms().items()
+    )
+
+
+@cache
+def _search(query: str) -> list[Passage]:
+    names = list(_kingdoms())
+    asked = next((name for name in names if f"of {name} " in query), None)
+    if asked is None:
+        return []
+    trained, words = names.index(asked) < _TRAIN, set(asked.split())
+    split = names[:_TRAIN] if trained else names[_TRAIN:]
+    others = [name for name in split if name != asked and _kingdoms()[name] == query.split()[-1]]
+    alike = [name for name in others if words & set(name.split())] or others
+    found = [asked, *random.Random(query).sample(alike, min(1, len(alike)))]
+    return [Passage(name, name, f"The flag of {name} is {_kingdoms()[name]}.") for name in found]
