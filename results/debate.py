@@ -39,7 +39,8 @@ that it defends. Only quotes reach the judge (`recipes/evidence/debate-judge.tom
 [debate](../reference/environments/debate.md)).
 
 - *alone*: the judge hears nothing.
-- *quotes at random*: either passage, even if it speaks against the debater's own answer.
+- *quotes at random*: either passage, even if it speaks against the debater's own answer. The colour that is named more
+  often is then right in 75% of the debates, and the best judge in 88%.
 - *quotes for its answer*: the passage with the colour that the debater defends. The judge must find out which of two
   quotes is about the question.
 
@@ -76,7 +77,7 @@ def claim(records: Sequence[Record]) -> str:
     for arm in (arm for arm in DEBATE_ARMS if arm != ALONE):
         heard = [final_success(record) for record in arm_of(records, arm)]
         apart = "above every seed alone" if min(heard) > max(alone) else "not apart from alone"
-        sentences.append(f"With debaters, {arm}: {100 * fmean(heard):.0f}%, {apart}.")
+        sentences.append(f"With a debater that {arm}: {100 * fmean(heard):.0f}%, {apart}.")
     return "\n".join(sentences)
 
 
