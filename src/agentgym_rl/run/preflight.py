@@ -137,7 +137,7 @@ def require_team(team: TeamConfig | None, environments: Iterable[EnvironmentConf
             kind, _, rest = policy.partition(":")
             if kind == "checkpoint":
                 folder = folder_of(rest, "team.roles: checkpoint")
-                find_model(base_of_adapters(folder) or str(folder))
+                find_model(base_of_adapters(folder) or str(folder), "team.roles: checkpoint")
             elif kind == "scripted":
                 scripted_policy(rest)
             elif kind == "openai":
@@ -164,7 +164,7 @@ def require_rewards(rewards: Iterable[RewardSettings], judge: JudgeSettings | No
         if reward.kind == "reward_model":
             find_reward_model(reward.path)
     if judge is not None and judge.path is not None:
-        find_model(judge.path)
+        find_model(judge.path, "judge.path")
     elif judge is not None:
         key_headers(judge.api_key_variable)
 

@@ -58,10 +58,13 @@ def find_reward_model(path: str) -> Path:
     return folder
 
 
-def find_model(path: str) -> str:
-    """Return the folder or hub name to load. If the hub is unreachable, return the cached copy."""
-    folder = require_folder(path)
-    return str(folder) if folder.is_dir() else _hub_name_or_cache(path)
+def find_model(path: str, setting: str = "model.path") -> str:
+    """Return the folder or hub name to load. If the hub is unreachable, return the cached copy.
+
+    Errors name `setting`, the key of the recipe that has the path.
+    """
+    folder = require_folder(path, setting)
+    return str(folder) if folder.is_dir() else _hub_name_or_cache(path, setting)
 
 
 def local_folder(name: str) -> str:
@@ -74,20 +77,20 @@ def local_folder(name: str) -> str:
 
 
 @lru_cache
-def _hub_name_or_cache(name: str) -> str:
+def _hub_name_or_cache(name: str, setting: str) -> str:
     from huggingface_hub import constants, try_to_load_from_cache
 
     try:
         cached = try_to_load_from_cache(name, "config.json")
     except ValueError as error:
-        raise ConfigError(f"model.path = {name!r} is neither a folder nor a hub name: {error}") from error
+        raise ConfigError(f"{setting} = {name!r} is neither a folder nor a hub name: {error}") from error
     reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _why_unreachable(constants.ENDPOINT)
     if not reason:
         return name
     if isinstance(cached, str):
         return str(Path(cached).parent)
     raise ConfigError(
-        f"model.path = {name!r} is not a folder, is not in the Hugging Face cache, and {constants.ENDPOINT} cannot be "
+        f"{setting} = {name!r} is not a folder, is not in the Hugging Face cache, and {constants.ENDPOINT} cannot be "
         f"reached ({reason}): connect, download the model first, or name a folder"
     )
 
