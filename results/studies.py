@@ -469,16 +469,36 @@ def qwen_trees(seeds: list[int] | None) -> list[Job]:
     return jobs
 
 
-DEBATE_ARMS = {"debate": 1, "alone": 0}
-"""Rounds of arguments before the judge answers."""
+DEBATE_ARMS = {
+    "alone": ("environments.0.kwargs.rounds=0",),
+    "quotes at random": ("team.roles.alpha.policy=random", "team.roles.beta.policy=random"),
+    "quotes for its answer": ("team.roles.alpha.policy=oracle", "team.roles.beta.policy=oracle"),
+}
+"""What the debaters say before the judge answers: nothing, any passage, or a passage with the answer they defend."""
 
 
 def debate(seeds: list[int] | None) -> list[Job]:
+    """Return judges of invented kingdoms, alone and with debaters that do not learn, on a CPU."""
+    return [
+        Job(
+            name=f"{arm.replace(' ', '-')}-debate-{seed}",
+            arm=arm,
+            task="debate",
+            seed=seed,
+            recipe="evidence/debate-judge.toml",
+            arguments=arguments,
+        )
+        for seed in (seeds if seeds is not None else range(3))
+        for arm, arguments in DEBATE_ARMS.items()
+    ]
+
+
+def qwen_debate(seeds: list[int] | None) -> list[Job]:
     """Return a judge that hears two debaters and one that hears none, trained alike. It needs one GPU."""
     path = f"model.path={{{PRETRAINED}}}"
     return [
         Job(
-            name=f"debate-{arm}-{seed}",
+            name=f"qwen-debate-{arm}-{seed}",
             arm=arm,
             task="debate",
             seed=seed,
@@ -486,7 +506,7 @@ def debate(seeds: list[int] | None) -> list[Job]:
             arguments=(path, f"environments.0.kwargs.rounds={rounds}"),
         )
         for seed in (seeds if seeds is not None else range(3))
-        for arm, rounds in DEBATE_ARMS.items()
+        for arm, rounds in {"debate": 1, "alone": 0}.items()
     ]
 
 
@@ -515,4 +535,5 @@ STUDIES: dict[str, Callable[[list[int] | None], list[Job]]] = {
     "trees": trees,
     "qwen-trees": qwen_trees,
     "debate": debate,
+    "qwen-debate": qwen_debate,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from statistics import fmean
@@ -31,6 +32,22 @@ async def test_the_second_attempt_beats_two_samples(tmp_path: Path, monkeypatch:
     assert last["attempts/success_2"] > last["attempts/sampled_twice"] + 0.05
     assert last["attempts/wrong_to_right"] > last["attempts/right_to_wrong"] + 0.2
     assert abs(last["attempts/success_1"] - 1 / 3) < 0.15, "the code cannot be known"
+
+
+async def test_a_held_out_evaluation_reports_every_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.delitem(sys.modules, "lock", raising=False)
+    changes = ["rl.steps=0", "warm_start.episodes=200", "eval.episodes=6", "eval.samples=2", "threads=1"]
+    config = load_config(EXAMPLES / "lock.toml", changes)
+    summary = await train(config, tmp_path / "run", console=quiet())
+    result = summary["before"]
+    played = [json.loads(line) for line in (tmp_path / "run/trajectories/eval_000000.jsonl").open()]
+    assert result["episodes"] == len(played) == 12, "two samples of each item"
+    outcomes = [[info["attempt_success"] for info in row["infos"] if "attempt_success" in info] for row in played]
+    ends = [(row[0], row[-1]) for row in outcomes if row]
+    assert result["attempts"]["success_1"] == pytest.approx(fmean(first for first, _ in ends))
+    assert result["attempts"]["wrong_to_right"] == pytest.approx(fmean(last and not first for first, last in ends))
+    assert "sampled_twice" in result["attempts"]
 
 
 @pytest.mark.long

@@ -168,7 +168,7 @@ def test_what_a_team_cannot_be_combined_with_is_refused(overrides: list[str], me
     ("overrides", "message"),
     [
         (["environments.0.name=keydoor"], r"\[team.roles\] has first, second, keydoor has the roles none"),
-        (["team.roles.second.policy=checkpoint:nowhere/at/all"], "nowhere/at/all"),
+        (["team.roles.second.policy=checkpoint:nowhere/at/all"], "team.roles: checkpoint = 'nowhere/at/all': no"),
         (["team.roles.second.policy=scripted:no_such_module:Player"], "there is no module 'no_such_module'"),
     ],
 )

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from agentgym_rl.config import TeamConfig
-from agentgym_rl.run.teams import START_RATING, League, demonstrating_cast, games_of, team_problem
-from agentgym_rl.types import LEARNER, Group, StopReason, Task, Trajectory
+from agentgym_rl.agent.policy import OraclePolicy, Policy, PolicyFactory
+from agentgym_rl.agent.team import play_team
+from agentgym_rl.config import AgentConfig, ModelConfig, TeamConfig
+from agentgym_rl.environment.envs.nim import Nim
+from agentgym_rl.environment.pool import LocalPool
+from agentgym_rl.run.collectors import session_wrapper
+from agentgym_rl.run.teams import START_RATING, League, Team, demonstrating_cast, games_of, team_problem
+from agentgym_rl.types import LEARNER, EnvSession, Group, Limits, StopReason, Task, Trajectory
 
 
 def league(root: Path, size: int = 2, every: int = 1) -> League:
@@ -85,3 +91,30 @@ def test_roles_of_recipe_and_environment_must_agree() -> None:
     cast = demonstrating_cast(team, "random")
     assert cast is not None
     assert [player.max_turns for player in cast(0, 0).values()] == [None, 2]
+
+
+async def test_an_api_gets_the_rules_that_the_recipe_leaves_out(tmp_path: Path) -> None:
+    config = TeamConfig.model_validate(
+        {"roles": {"first": {"policy": "learner"}, "second": {"policy": "openai:m@http://127.0.0.1:9/v1"}}}
+    )
+    agent, seen = AgentConfig(instruction=""), {}
+    team = Team(config, agent, ModelConfig(path="unused"), 512, tmp_path, lambda folder: None)
+
+    def keep(role: str) -> PolicyFactory:
+        def make(session: EnvSession, seed: int) -> Policy:
+            seen[role] = session.instruction
+            return OraclePolicy(session)
+
+        return make
+
+    chosen = team.cast(keep("first"), 1.0, {}, evaluating=False)(0, 0)
+    players = {role: replace(player, make_policy=keep(role)) for role, player in chosen.items()}
+    pool = LocalPool({"nim": Nim})
+    session = await pool.open("nim")
+    ids = {role: role for role in players}
+    wrap = session_wrapper(agent)
+    await play_team(Task("nim", 0), session, players, Limits(8, 8, 512), ids=ids, seed=1, wrap=wrap)
+    await session.close()
+    await pool.close()
+    await team.close()
+    assert seen == {"first": "", "second": Nim.roles["second"]}

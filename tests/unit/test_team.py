@@ -14,6 +14,7 @@ from tokenizers_for_tests import byte_level_bpe
 
 from agentgym_rl.agent.policy import EnginePolicy, OraclePolicy, Policy, PolicyFactory, RandomPolicy, ScriptedPolicy
 from agentgym_rl.agent.renderer import Renderer
+from agentgym_rl.agent.session_wrapper import SessionWrapper
 from agentgym_rl.agent.team import Player, TeamCollector
 from agentgym_rl.environment.envs.keydoor_duo import GUIDE, WALKER, KeyDoorDuo
 from agentgym_rl.environment.envs.nim import FIRST, SECOND, STARTS, Nim
@@ -219,6 +220,22 @@ async def test_a_broken_environment_ends_the_game_as_an_error(answer: Any, messa
     for (trajectory,) in episodes.values():
         assert trajectory.stop is StopReason.ERROR
         assert re.search(message, trajectory.error or ""), trajectory.error
+
+
+class FailingReward(SessionWrapper):
+    """A session whose steps fail after the move was made, as one with a broken reward function does."""
+
+    async def step(self, text: str) -> Step:
+        await super().step(text)
+        raise RuntimeError("no reward")
+
+
+async def test_a_role_that_fails_outside_its_policy_ends_the_game_before_the_deadline() -> None:
+    players = {FIRST: Player(LEARNER, oracle), SECOND: Player(LEARNER, oracle)}
+    episodes = await play(Nim, SIX, players, retries=0, episode_timeout_s=5.0, wrap=FailingReward)
+    assert [t.stop for (t,) in episodes.values()] == [StopReason.ERROR] * 2
+    assert not any(t.timed_out for (t,) in episodes.values())
+    assert "the game cannot continue: first failed with RuntimeError: no reward" in (episodes[SECOND][0].error or "")
 
 
 async def test_players_must_be_those_of_the_roles() -> None:

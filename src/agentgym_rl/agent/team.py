@@ -56,6 +56,8 @@ class Player:
     make_policy: PolicyFactory
     max_turns: int | None = None
     """Replies of the role per episode, if fewer than the horizon's."""
+    wrap: Callable[[EnvSession], EnvSession] | None = None
+    """Wrapper of the player's session, if not the one of the other players."""
 
 
 Cast = Callable[[int, int], Mapping[str, Player]]
@@ -244,11 +246,14 @@ async def play_team(
 
     async def play(role: str, player: Player) -> Trajectory:
         turns = min(limits.max_turns, player.max_turns or limits.max_turns)
-        session = wrap(RoleSession(world, env, role, turns))
+        session = (player.wrap or wrap)(RoleSession(world, env, role, turns))
         trained = player.name == LEARNER
         policy = PlayerPolicy(player.make_policy(session, stable_seed(seed, role)), world, role, trained=trained)
         own = replace(limits, max_turns=turns)
-        return await rollout(task, session, policy, own, id=ids[role], timeout_s=timeout_s, truncate=truncate)
+        episode = await rollout(task, session, policy, own, id=ids[role], timeout_s=timeout_s, truncate=truncate)
+        if episode.stop is StopReason.ERROR:  # the others must not wait for its next move until the deadline
+            await world.fail(f"{role} failed with {episode.error}")
+        return episode
 
     episodes = await together(play(role, player) for role, player in players.items())
     failed = next((role for role, t in zip(players, episodes, strict=True) if t.stop is StopReason.ERROR), None)

@@ -145,6 +145,7 @@ class Config(Section):
         own_size = any(env.group_size is not None for env in self.environments)
         if problem := problem or play_problem(self.rl, self.agent.style, self.agent.retry, own_size):
             raise ValueError(problem)
+        self._check_correction()
         horizons = [env.name for env in self.environments if env.horizon is not None]
         if not self.online and horizons:
             raise ValueError(f"environments: a horizon is read by method = 'rl', this is {method!r}: {horizons[0]}")
@@ -243,6 +244,18 @@ class Config(Section):
         ):
             if is_set:
                 raise ValueError(f"agent.kind = 'external': the program drives the episode, remove {setting}")
+
+    def _check_correction(self) -> None:
+        """Check that a horizon allows a second attempt at all: one turn for each attempt and each reflection."""
+        if self.rl.correction is None:
+            return
+        needed = 2 * self.agent.attempts - 1
+        for horizon in [env.horizon or self.horizon for env in self.environments]:
+            if max(horizon.turns) < needed:
+                raise ValueError(
+                    f"[rl.correction] compares {self.agent.attempts} attempts with a reflection between them, so it "
+                    f"needs a horizon of at least {needed} turns, got {max(horizon.turns)}: raise horizon.turns"
+                )
 
     def _check_team(self) -> None:
         if self.team is None:

@@ -333,7 +333,9 @@ class EvalConfig(Section):
     every: int = Field(0, ge=0)
     """Steps between evaluations; 0 evaluates only before and after."""
     episodes: int = Field(200, ge=1)
-    """Episodes per environment, spread evenly over its subsets."""
+    """Items per environment, spread evenly over its subsets; fewer if it has fewer."""
+    samples: int = Field(1, ge=1)
+    """Episodes of each item. Raise it if an environment has few held-out items."""
     max_turns: int = Field(10, ge=1)
     """Turns per episode in evaluation."""
     temperature: float = Field(1.0, ge=0)

@@ -132,6 +132,12 @@ class Console:
         )
         self.rich.print(line, soft_wrap=True)
 
+    def attempts(self, shares: Mapping[str, float]) -> None:
+        """Print one line for the success of each attempt of an evaluation (`training.metrics.attempt_metrics`)."""
+        names = {"wrong_to_right": "wrong → right", "right_to_wrong": "right → wrong", "sampled_twice": "sampled twice"}
+        parts = [f"{names.get(name, name.replace('success_', 'attempt '))} {_percent(v)}" for name, v in shares.items()]
+        self.rich.print(Text(f"    {', '.join(parts)}", "dim"), soft_wrap=True)
+
     def step(self, step: int, metrics: Mapping[str, Any], total: int | None = None) -> None:
         """Print one line for a finished step, inside `steps`. `step` counts from 1; `total` is the latest estimate."""
         if self._steps is None:

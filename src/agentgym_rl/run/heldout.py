@@ -11,20 +11,23 @@ from agentgym_rl.errors import EnvError
 from agentgym_rl.run.collectors import limits_of
 from agentgym_rl.run.context import RunContext
 from agentgym_rl.training.dpo import Preference
+from agentgym_rl.training.metrics import attempt_metrics
 from agentgym_rl.training.reward_model import accuracy
 from agentgym_rl.training.rl import derive_seed
-from agentgym_rl.types import Collect, Sample, Task, Trajectory
+from agentgym_rl.types import Collect, Group, Sample, Task, Trajectory
 
 
 async def evaluate(context: RunContext, collect: Collect, max_context: int, step: int) -> dict[str, Any]:
     """Play the recipe's held-out episodes, write them as those after `step`, and return how they went.
 
-    `collect` plays one episode of a task. `max_context` is the number of tokens that the engine can hold of it.
+    `collect` plays the episodes of a task. `max_context` is the number of tokens that the engine can hold of one.
 
-    {"step", "success", "episodes", "reward", "turns", "subsets": {name: {"success", "episodes"}}}
+    {"step", "success", "episodes", "reward", "turns", "subsets": {name: {"success", "episodes"}}}, with the success of
+    each attempt as "attempts" if the style has several.
     """
     config, settings = context.config, context.config.eval
     by_subset: dict[str, list[Trajectory]] = defaultdict(list)
+    played: list[Group] = []
     for env in config.environments:
         limits = limits_of(config.agent, env.eval_max_turns or settings.max_turns, max_context, env)
         chosen = sample_per_subset(context.items.held_out[env.name], settings.episodes, "evaluation")
@@ -32,9 +35,11 @@ async def evaluate(context: RunContext, collect: Collect, max_context: int, step
         groups = await collect([task for _, task in tasks], limits, derive_seed("evaluation", env.name))
         for (name, _), group in zip(tasks, groups, strict=True):
             by_subset[name if len(config.environments) == 1 else f"{env.name}/{name}"] += group.usable
+            played.append(group)
             for trajectory in group.trajectories:
                 context.log.write_trajectory(step, trajectory, "eval")
-    return _result(step, by_subset)
+    attempts = {name.removeprefix("attempts/"): value for name, value in attempt_metrics(played).items()}
+    return _result(step, by_subset) | ({"attempts": attempts} if attempts else {})
 
 
 def held_out_pairs(step: int, pairs: list[Preference], scores: Callable[[list[Sample]], list[float]]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentgym_rl.config import ModelConfig
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.training.locate_model import folder_of
+from agentgym_rl.training.locate_model import folder_of, require_folder
 
 if TYPE_CHECKING:
     import torch
@@ -64,6 +64,7 @@ def load_frozen(path: str, setting: str, settings: ModelConfig, ranks: Ranks | N
         lora.load_adapter(model, folder)
     else:
         name = str(folder) if folder.is_dir() else path
+        require_folder(name, setting)
         model, tokenizer = load_model(name, device=device, dtype=dtype, ranks=ranks or SINGLE_PROCESS)
     return freeze(model), tokenizer
 

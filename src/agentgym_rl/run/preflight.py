@@ -137,7 +137,7 @@ def require_team(team: TeamConfig | None, environments: Iterable[EnvironmentConf
             kind, _, rest = policy.partition(":")
             if kind == "checkpoint":
                 folder = folder_of(rest, "team.roles: checkpoint")
-                find_model(base_of_adapters(folder) or str(folder))
+                find_model(base_of_adapters(folder) or str(folder), "team.roles: checkpoint")
             elif kind == "scripted":
                 scripted_policy(rest)
             elif kind == "openai":

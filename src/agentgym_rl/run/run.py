@@ -101,10 +101,12 @@ class Run(ABC):
         result = await self.held_out()
         self.evaluations.append(result)
         self.console.evaluation(self.step, result["success"], result["episodes"], self.measure)
+        if "attempts" in result:
+            self.console.attempts(result["attempts"])
 
     async def held_out(self) -> dict[str, Any]:
         """Return how held-out episodes went, as `heldout.evaluate` does."""
-        collect = self.backend.collector(f"eval{self.step}-", 1, self.config.eval.temperature)
+        collect = self.backend.collector(f"eval{self.step}-", self.config.eval.samples, self.config.eval.temperature)
         return await evaluate(self.context, collect, self.backend.max_context, self.step)
 
     def save(self) -> None:

@@ -17,7 +17,7 @@ from agentgym_rl.common.import_paths import import_named
 from agentgym_rl.common.seeds import stable_seed
 from agentgym_rl.config import AgentConfig, Config, ModelConfig, TeamConfig
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.run.collectors import demonstrators, engine_policies
+from agentgym_rl.run.collectors import demonstrators, engine_policies, session_wrapper
 from agentgym_rl.run.load_model import load_from, load_frozen
 from agentgym_rl.training.locate_model import folder_of
 from agentgym_rl.types import LEARNER, EnvSession, Group, Sampling, StopReason, Trajectory
@@ -174,7 +174,7 @@ class Team:
 
         `learner` makes the policies of the weights that roles share, and `own` those of each role's own adapters.
         """
-        roles = self._team.roles
+        roles, agent = self._team.roles, self._agent.model_copy(update={"instruction": None})
 
         def choose(seed: int, index: int) -> Mapping[str, Player]:
             sources = list(roles.values())
@@ -186,7 +186,9 @@ class Team:
                 trained = own[role] if policy == ADAPTERS else learner
                 drawn = stable_seed(seed, index, number, "league")
                 name, make = self._player(policy, role, trained, temperature, drawn)
-                players[role] = Player(name, make, settings.max_turns)
+                # An API has not learned the game, so it gets the rules even if the recipe leaves them out.
+                with_rules = session_wrapper(agent) if policy.startswith("openai:") else None
+                players[role] = Player(name, make, settings.max_turns, with_rules)
             first = self._team.measure
             return {first: players[first], **players} if evaluating and first is not None else players
 

@@ -18,7 +18,7 @@ HUB_TIMEOUT_S = 4.0
 def require_folder(path: str, setting: str = "model.path") -> Path:
     """Return `path` as a folder. Raise ConfigError if it has no model, unless it may be a hub name (`owner/model`).
 
-    `setting` is the key of the recipe that names it.
+    `setting` is the key of the recipe that names the path.
     """
     looks_local = Path(path).is_absolute() or path.startswith((".", "~")) or path.count("/") != 1
     folder = Path(path).expanduser()
@@ -59,7 +59,10 @@ def find_reward_model(path: str) -> Path:
 
 
 def find_model(path: str, setting: str = "model.path") -> str:
-    """Return the folder or hub name to load. If the hub is unreachable, return the cached copy."""
+    """Return the folder or hub name to load. If the hub is unreachable, return the cached copy.
+
+    Errors name `setting`, the key of the recipe that has the path.
+    """
     folder = require_folder(path, setting)
     return str(folder) if folder.is_dir() else _hub_name_or_cache(path, setting)
 

@@ -401,7 +401,7 @@ class RLSettings(SettingsSection):
         algorithm, credit = self.algorithm, self.credit
         if (algorithm, credit) in INVALID:
             yield f"credit = {credit!r} cannot be used with {algorithm}: {INVALID[algorithm, credit]}"
-        if algorithm in GROUP_ALGORITHMS and self.group_size < 2:
+        if algorithm in GROUP_ALGORITHMS and self.group_size < 2 and self.tree is None:
             yield (
                 f"group_size: {algorithm} compares the episodes of a group, so it needs at least 2, "
                 f"got {self.group_size}"
@@ -429,7 +429,7 @@ class RLSettings(SettingsSection):
         yield from self._correction_problems()
         if not 0.0 < self.keep_groups <= 1.0:
             yield f"keep_groups must lie in (0, 1], got {self.keep_groups}"
-        if self.keep_groups < 1.0 and self.group_size < 2:
+        if self.keep_groups < 1.0 and self.group_size < 2 and self.tree is None:
             yield f"keep_groups compares the rewards of a group: group_size must be 2 or more, got {self.group_size}"
         if self.overlap > 1:
             yield f"overlap must be 0 (on-policy) or 1 (one step off), got {self.overlap}"

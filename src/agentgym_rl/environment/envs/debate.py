@@ -6,10 +6,12 @@ Irving et al. 2018 (arXiv 1805.00899), Khan et al. 2024 (arXiv 2402.06782).
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import ClassVar
 
+from agentgym_rl.environment.envs.debate_kingdoms import Kingdoms
 from agentgym_rl.environment.envs.searchqa.env import SearchQA, load_searchqa
 from agentgym_rl.environment.envs.searchqa.passages import Passage
 from agentgym_rl.environment.envs.searchqa.protocol import is_right, one_line, show_passages
@@ -19,8 +21,14 @@ from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.types import Step
 
 ALPHA, BETA, JUDGE = ROLES = ("alpha", "beta", "judge")
+KINGDOMS = "kingdoms"
+"""Value of `data` for the small questions."""
 MAX_ARGUMENT = 400
 """Characters of an argument that the others get."""
+
+FORM_WORDS = 4
+"""First words that two questions of the same form have in common."""
+_CHOICE = re.compile(r"(?:Which|Who)\b.*[,:] ([^,:]+),? or ([^,:]+)\?$")
 
 RULES = """\
 Two debaters argue about the answer to a question, and a judge decides. Each debater is given an answer to defend and \
@@ -50,6 +58,8 @@ class Debate:
     cheap: ClassVar[bool] = SearchQA.cheap
     source: ClassVar[type[SearchQA]] = SearchQA
     rounds: ClassVar[int] = 1
+    quotes: ClassVar[bool] = False
+    """Whether only quotes of passages reach the others, as verified by their words. Any other argument is silence."""
 
     def __init__(self) -> None:
         self._retriever = self.source.retriever()
@@ -85,6 +95,8 @@ class Debate:
         self._require_playing()
         role, said = self.role(), one_line(text)[:MAX_ARGUMENT]
         if role != JUDGE:
+            if self.quotes and words(said) not in map(words, self.actions()):
+                said = ""
             self._arguments.append((role, said))
             return Step(self._observation(), info={"valid": bool(said)})
         self._verdict, self._playing = said, False
@@ -106,7 +118,8 @@ class Debate:
             return []
         if self.role() == JUDGE:
             return list(dict.fromkeys(self._answers.values()))
-        return list(dict.fromkeys([self._claim(), *map(_quote, self._passages[self.role()])]))
+        claims = [] if self.quotes else [self._claim()]
+        return list(dict.fromkeys([*claims, *map(_quote, self._passages[self.role()])]))
 
     def oracle(self) -> str:
         """Return a passage that has the debater's answer, if there is one, or the right answer for the judge."""
@@ -153,32 +166,55 @@ class Debate:
             raise EnvError("debate needs a running episode: call reset first")
 
 
+def words(text: str) -> list[str]:
+    """Return the words of a text, without case and punctuation."""
+    return re.findall(r"\w+", text.lower())
+
+
 def _quote(passage: Passage) -> str:
     return one_line(f"{passage.title}: {passage.text}")[:MAX_ARGUMENT]
 
 
 def _wrong_answer(source: type[SearchQA], item: int) -> str:
-    """Return the answer to another question of the same split and form, which is wrong here."""
+    """Return a wrong answer that the question alone does not give away.
+
+    It is the other thing that the question names (`Which country is larger, Chad or Mali?`), or else the answer to
+    another question of the same split whose text starts alike.
+    """
     question = source.question(item)
-    form, rng = question.text.split()[:4], random.Random(f"debate/wrong/{item}")
+    for name in _alternatives(question.text):
+        if not is_right(name, question.answers):
+            return name
+    words, rng = question.text.split(), random.Random(f"debate/wrong/{item}")
     split = next(split for split in source.splits.values() if item in split)
-    for same_form in (True, False):
+    for alike in range(FORM_WORDS, -1, -1):
         for _ in range(200):
             other = source.question(rng.choice(split))
-            fits = other.text.split()[:4] == form or not same_form
-            if fits and not is_right(other.answers[0], question.answers):
+            if other.text.split()[:alike] == words[:alike] and not is_right(other.answers[0], question.answers):
                 return other.answers[0]
     raise EnvError(f"debate needs a wrong answer to item {item}, and all other questions have the same")
 
 
+def _alternatives(question: str) -> list[str]:
+    """Return the names that a question offers as its answers: those around the last `or` of one with Which or Who."""
+    offered = _CHOICE.match(question)
+    return [] if offered is None else [name for name in offered.groups() if not name.startswith("the one ")]
+
+
 @lru_cache(maxsize=16)
-def load_debate(rounds: int = 1, data: str = "", index: str = "") -> type[Debate]:
-    """Return the class with this number of rounds, over the built-in questions or a data set and index of SearchQA."""
-    if rounds < 0:
-        raise ConfigError(f"debate: rounds must be 0 or more, got {rounds}")
-    questions, number = load_searchqa(data, index), rounds
-    if questions is SearchQA and rounds == Debate.rounds:
+def load_debate(rounds: int = 1, data: str = "", index: str = "", quotes: bool = False) -> type[Debate]:
+    """Return the class with this number of rounds, over the built-in questions or a data set and index of SearchQA.
+
+    `data` "kingdoms" is a small set for tiny models. With `quotes` a debater can only quote passages.
+    """
+    if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 0:
+        raise ConfigError(f"debate: rounds must be a whole number of 0 or more, got {rounds!r:.60}")
+    if not isinstance(quotes, bool):
+        raise ConfigError(f"debate: quotes must be true or false, got {quotes!r:.60}")
+    questions = Kingdoms if data == KINGDOMS else load_searchqa(data, index)
+    if questions is SearchQA and (rounds, quotes) == (Debate.rounds, Debate.quotes):
         return Debate
+    number, verified = rounds, quotes
 
     class DebateOver(Debate):
         splits: ClassVar[Mapping[str, range]] = questions.splits
@@ -186,5 +222,6 @@ def load_debate(rounds: int = 1, data: str = "", index: str = "") -> type[Debate
         cheap: ClassVar[bool] = questions.cheap
         source: ClassVar[type[SearchQA]] = questions
         rounds: ClassVar[int] = number
+        quotes: ClassVar[bool] = verified
 
     return DebateOver
