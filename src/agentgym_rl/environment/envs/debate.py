@@ -185,12 +185,12 @@ def _wrong_answer(source: type[SearchQA], item: int) -> str:
     for name in _alternatives(question.text):
         if not is_right(name, question.answers):
             return name
-    words, rng = question.text.split(), random.Random(f"debate/wrong/{item}")
+    start, rng = question.text.split(), random.Random(f"debate/wrong/{item}")
     split = next(split for split in source.splits.values() if item in split)
     for alike in range(FORM_WORDS, -1, -1):
         for _ in range(200):
             other = source.question(rng.choice(split))
-            if other.text.split()[:alike] == words[:alike] and not is_right(other.answers[0], question.answers):
+            if other.text.split()[:alike] == start[:alike] and not is_right(other.answers[0], question.answers):
                 return other.answers[0]
     raise EnvError(f"debate needs a wrong answer to item {item}, and all other questions have the same")
 
