@@ -474,7 +474,7 @@ DEBATE_ARMS = {
     "quotes at random": ("team.roles.alpha.policy=random", "team.roles.beta.policy=random"),
     "quotes for its answer": ("team.roles.alpha.policy=oracle", "team.roles.beta.policy=oracle"),
 }
-"""What the debaters say before the judge answers: nothing, any passage, or a passage with the answer they defend."""
+"""Settings of each arm: no debaters, debaters that quote any passage, and debaters that quote for their answer."""
 
 
 def debate(seeds: list[int] | None) -> list[Job]:
