@@ -211,6 +211,13 @@ def costs_table(records: Sequence[Record], task: str) -> list[str]:
     return lines
 
 
+def behaviour_in_stage(run: Record, number: int, metric: str) -> list[float]:
+    """Return the values of a metric of behaviour in a stage of a run."""
+    stage, columns = run["stages"][number], run["behaviour"]["step"]
+    rows = zip(columns["step"], columns[metric], strict=True)
+    return [value for step, value in rows if stage["first_step"] <= step <= stage["last_step"] and value is not None]
+
+
 def behaviour_table(records: Sequence[Record], task: str) -> list[str]:
     """Return the behaviour in training by stage, mean over seeds (results/behaviour.py defines the metrics)."""
     names = ("sequences_per_episode", "states_per_item", "loops", "refused", "recovered", "success_after_refusal")
@@ -219,16 +226,9 @@ def behaviour_table(records: Sequence[Record], task: str) -> list[str]:
         runs = [r for r in runs_of(records) if (r["task"], r["arm"]) == (task, arm)]
         runs = [r for r in runs if r.get("behaviour", {}).get("step")]
         for number in range(max((len(r["stages"]) for r in runs), default=0)):
-            values: dict[str, list[float]] = defaultdict(list)
-            turns = []
-            for run in runs:
-                if number >= len(run["stages"]):
-                    continue
-                stage, columns = run["stages"][number], run["behaviour"]["step"]
-                turns.append(stage["turns"])
-                inside = [i for i, s in enumerate(columns["step"]) if stage["first_step"] <= s <= stage["last_step"]]
-                for name in names:
-                    values[name] += [columns[name][i] for i in inside if columns[name][i] is not None]
+            inside = [run for run in runs if number < len(run["stages"])]
+            turns = [run["stages"][number]["turns"] for run in inside]
+            values = {name: [v for run in inside for v in behaviour_in_stage(run, number, name)] for name in names}
             cells = (f"{statistics.fmean(values[n]):.3g}" if values[n] else "" for n in names)
             lines.append(f"| {arm} | {statistics.fmean(turns):.0f} | {' | '.join(cells)} |")
     return lines if len(lines) > 2 else ["No run has behaviour by step in its record."]

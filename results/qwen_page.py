@@ -13,7 +13,7 @@ from typing import Any
 
 from figures import HORIZONS, draw_legend, label_y_in_percent, new_figure, set_title
 from jobs import RANDOM
-from paper import arms_against_staged, mean_item_rates, rate_cell, runs_with_evaluations
+from paper import arms_against_staged, behaviour_in_stage, mean_item_rates, rate_cell, runs_with_evaluations
 from records import Record, evaluations_of, read_records, runs_of, success_at, turns_of
 
 from agentgym_rl.evaluation.statistics import mean_interval, rate_interval, sign_flip_test
@@ -225,17 +225,10 @@ def behaviour_by_stage(model: RealModel) -> list[str]:
     for number, stage in enumerate(model.runs[0]["stages"]):
         cells = []
         for metric, form in BEHAVIOUR.values():
-            means = [statistics.fmean(in_stage(run, number, metric)) for run in model.runs]
+            means = [statistics.fmean(behaviour_in_stage(run, number, metric)) for run in model.runs]
             cells.append(form.format(statistics.fmean(means)))
         lines.append(f"| {stage['turns']:.0f} | {' | '.join(cells)} |")
     return lines
-
-
-def in_stage(run: Record, number: int, metric: str) -> list[float]:
-    """Return the values of a metric of behaviour in a stage of a run."""
-    stage, columns = run["stages"][number], run["behaviour"]["step"]
-    rows = zip(columns["step"], columns[metric], strict=True)
-    return [value for step, value in rows if stage["first_step"] <= step <= stage["last_step"] and value is not None]
 
 
 def comparison(model: RealModel) -> list[str]:
