@@ -15,7 +15,9 @@ from test_rl import LIMITS, SETTINGS, Bench, RealCollector
 from training_for_tests import counting_player
 
 from agentgym_rl.agent.engines.native import NativeEngine
+from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.errors import EngineError
+from agentgym_rl.run.local_engine import native_engine
 from agentgym_rl.training.horizon import make_horizon
 from agentgym_rl.training.rl import Hooks, RLState, train_rl
 from agentgym_rl.training.rl_learner import RLLearner
@@ -175,7 +177,7 @@ def test_versions_of_tokens_survive_a_file_and_reach_the_learner() -> None:
 @pytest.mark.parametrize("keep_cache", [False, True])
 async def test_an_asynchronous_run_learns_to_count(keep_cache: bool) -> None:
     model, tokenizer = counting_player()
-    real = RealCollector(copy.deepcopy(model), tokenizer)
+    real = RealCollector(model, tokenizer)
     real.engine._keep_cache = keep_cache
     settings = RLSettings(
         steps=14, groups_per_step=8, group_size=4, kl_coef=0.0, max_staleness=2, optimizer=OptimizerSettings(lr=3e-3)
@@ -187,10 +189,8 @@ async def test_an_asynchronous_run_learns_to_count(keep_cache: bool) -> None:
     async def after_step(step: int) -> None:
         return None
 
-    async def publish(version: int) -> None:
-        await real.engine.update_weights(model.state_dict(), version)
-
-    hooks = Hooks(lambda *_: None, lambda *_: None, lambda step, row: rows.append(copy.copy(row)), after_step)
+    publish, learning = partial(real.engine.update_weights, None), real.engine.paused
+    hooks = Hooks(lambda *_: None, lambda *_: None, lambda step, row: rows.append(copy.copy(row)), after_step, learning)
     learner = RLLearner(model, settings, 1.0)
     await train_rl(state, learner, real.collect, publish, {"counting": LIMITS}, settings, hooks, 0)
     await real.engine.close()
@@ -198,3 +198,16 @@ async def test_an_asynchronous_run_learns_to_count(keep_cache: bool) -> None:
     assert state.queued == []
     assert rows[-1]["reward/mean"] > rows[0]["reward/mean"] + 0.3
     assert 0 < max(row.get("staleness/max", 0.0) for row in rows) <= 2
+
+
+@pytest.mark.parametrize(("settings", "shared"), [({"max_staleness": 2}, True), ({"overlap": 1}, False), ({}, True)])
+async def test_an_engine_copies_the_weights_only_to_play_while_the_learner_works(
+    settings: dict[str, Any], shared: bool
+) -> None:
+    model, tokenizer = counting_player()
+    local = native_engine(RLSettings(**settings), 4, 64, model)(Renderer(tokenizer))
+    engine: Any = local.engine
+    assert (engine._model is model) is shared
+    async with local.learning():
+        assert engine._may_step.is_set() is not shared
+    await engine.close()

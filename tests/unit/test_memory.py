@@ -329,7 +329,7 @@ def test_the_sizes_are_those_of_the_code() -> None:
 
 def test_a_pair_on_one_device_cannot_work_at_the_same_time() -> None:
     recipe = {"model": {"path": "anywhere"}, "environments": [{"name": "keydoor"}]}
-    with pytest.raises(ValueError, match=r"takes turns on a device, rl\.overlap and rl\.max_staleness play"):
+    with pytest.raises(ValueError, match=r"rl\.overlap and rl\.max_staleness have episodes under way"):
         Config.model_validate(recipe | {"scale": {"layout": "colocated"}, "rl": {"overlap": 1}})
     Config.model_validate(recipe | {"scale": {"layout": "colocated"}})
 

@@ -473,3 +473,43 @@ def test_a_model_that_cannot_be_captured_gives_the_reason() -> None:
     assert "Sequential" in (why_not_captured(model) or "")
     narrow = LlamaForCausalLM(LlamaConfig(**{**SHAPE, "num_attention_heads": 4}))
     assert "16 wide" in (why_not_captured(narrow) or "")
+
+
+@pytest.mark.parametrize("make", [NativeEngine, launching])
+async def test_a_paused_engine_samples_nothing_and_continues_with_the_new_weights(make: Any) -> None:
+    model = make_model()
+    before, engine, ids = copy.deepcopy(model), make(model), prompt(20)
+    replies = [asyncio.create_task(engine.generate(ids, Sampling(60, seed=seed), str(seed))) for seed in range(4)]
+    while engine.stats()["new_tokens"] < 40:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    async with engine.paused():
+        sampled = engine.stats()["new_tokens"]
+        with torch.no_grad():
+            model.lm_head.weight.mul_(0.5)
+            model.model.layers[0].self_attn.k_proj.weight.mul_(0.5)
+        late = asyncio.create_task(engine.generate(ids, Sampling(5, seed=9), "late"))
+        for _ in range(200):
+            await asyncio.sleep(0)
+        assert engine.stats()["new_tokens"] == sampled
+        await engine.update_weights(None, 1)
+    for completion in await asyncio.gather(*replies):
+        first = completion.versions.count(0)
+        assert 0 < first < 60
+        for weights, part in ((before, slice(first)), (model, slice(first, None))):
+            tokens = torch.tensor([ids + completion.token_ids])
+            logprobs = weights(tokens).logits[0, len(ids) - 1 : -1].log_softmax(-1)
+            expected = logprobs.gather(1, tokens[0, len(ids) :, None]).squeeze(1)
+            assert completion.logprobs[part] == pytest.approx(expected[part].tolist(), abs=1e-4)
+    assert (await late).version == 1
+
+
+@pytest.mark.parametrize("make", [NativeEngine, launching])
+async def test_a_paused_engine_can_be_closed(make: Any) -> None:
+    engine = make(make_model())
+    reply = asyncio.create_task(engine.generate(prompt(5), Sampling(200), "a"))
+    while engine.stats()["new_tokens"] < 3:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    async with engine.paused():
+        await engine.close()
+        with pytest.raises(EngineError, match="closed"):
+            await reply

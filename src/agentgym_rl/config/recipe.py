@@ -172,8 +172,8 @@ class Config(Section):
                 )
         if self.scale is not None and self.scale.layout == "colocated" and self.rl.asynchronous:
             raise ValueError(
-                "scale.layout = 'colocated' takes turns on a device, rl.overlap and rl.max_staleness play while the "
-                "learner works: use layout = 'disaggregated', or set both to 0"
+                "scale.layout = 'colocated' frees the engines' memory for the learner, rl.overlap and rl.max_staleness "
+                "have episodes under way then: use layout = 'disaggregated', or set both to 0"
             )
         if self.engine.kind == "vllm" and self.rl.keep_cache:
             raise ValueError("rl.keep_cache is for engine.kind = 'native': vLLM ends pending replies before an update")

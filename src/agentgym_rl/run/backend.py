@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -107,6 +107,9 @@ class Backend(Protocol):
     def load_model(self, folder: Path) -> None:
         """Load the model of `folder` and forget the trainer."""
 
+    def learning(self) -> AbstractAsyncContextManager[None]:
+        """Return a context for an update and its publication. Episodes of later steps may be under way in it."""
+
     async def publish(self, version: int) -> None:
         """Give engines the learner's weights, which episodes are played with from now on."""
 
@@ -157,7 +160,7 @@ class LocalBackend:
         sizes = config.sessions_per_engine(), config.longest_context()
         make_native = partial(native_engine, config.rl, *sizes)
         local = (make_engine or make_native(model))(self.renderer)
-        self._engine, self._publish = local.engine, local.publish
+        self._engine, self._publish, self.learning = local.engine, local.publish, local.learning
         self._role_engines = {r: make_native(m)(self.renderer) for r, m in self._role_models.items()}
         self._external = make_external(config.agent)
         self.max_context = self._engine.max_context

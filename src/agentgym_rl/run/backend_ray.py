@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Iterable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -314,6 +315,9 @@ class RayBackend:
 
     def _export(self, folder: Path) -> None:
         self._app.on_all("export", str(folder.absolute()))
+
+    def learning(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()  # engines have weights of their own
 
     async def publish(self, version: int) -> None:
         if version != self.version:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import shutil
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,8 @@ class LocalEngine:
     engine: RunEngine
     publish: Callable[[int], Awaitable[None]]
     """Make the engine sample with the learner's present weights, as this version."""
+    learning: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
+    """Makes a context in which the learner may change its weights, up to their publication."""
 
 
 MakeEngine = Callable[[Renderer], LocalEngine]
@@ -58,15 +60,15 @@ def native_engine(settings: RLSettings, max_sessions: int, max_context: int, mod
     """Return a maker of a native engine, which samples from the learner's own parameters or from a copy."""
 
     def make(renderer: Renderer) -> LocalEngine:
-        # If the learner changes its weights while episodes are played, the engine needs a copy.
-        copied = settings.asynchronous
+        # If episodes are played while the learner works, the engine needs a copy.
+        copied = settings.overlap > 0
         played = freeze(copy.deepcopy(model)) if copied else model
         engine = make_native_engine(played, renderer, max_sessions, max_context, settings.keep_cache)
 
         async def publish(version: int) -> None:
             await engine.update_weights(model.state_dict() if copied else None, version)
 
-        return LocalEngine(engine, publish)
+        return LocalEngine(engine, publish, nullcontext if copied else engine.paused)
 
     return make
 

@@ -47,7 +47,7 @@ def demand_of(config: Config, *, gpu: bool = True) -> Demand:
         colocated=scale is None or scale.layout == "colocated",
         reference=config.online and rl.kl_coef > 0,
         critic=config.online and rl.algorithm == "ppo",
-        overlap=config.online and (rl.asynchronous or config.engine.kind == "vllm"),
+        overlap=config.online and (rl.overlap > 0 or config.engine.kind == "vllm"),
         trained=None if lora is None else _adapter_parameters(shape, lora.rank),
         **_memory_settings(optimizer),
         shard_ranks=scale.shard_ranks if scale else None,

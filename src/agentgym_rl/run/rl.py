@@ -72,7 +72,7 @@ class RLRun(Run):
         self._mark_resumable()
         if self.stop.asked:
             self.stop_here()
-        hooks = Hooks(self._record, self.log.write_learned, self._log_step, self._after_step)
+        hooks = Hooks(self._record, self.log.write_learned, self._log_step, self._after_step, backend.learning)
         try:
             with self.console.steps(total, start=self.step):
                 await train_rl(self.rl, learner, collect, backend.publish, limits, config.rl, hooks, config.seed)

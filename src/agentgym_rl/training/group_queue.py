@@ -1,4 +1,4 @@
-"""Groups that are played while the learner works, at most `max_staleness` steps before they are learned from.
+"""Groups that start at most `max_staleness` steps before they are learned from.
 
 The groups of step s start when the learner begins step s - max_staleness, and are learned from in that order. So slow
 episodes have several steps to end in, are not underrepresented, and nothing that was sampled is thrown away.

@@ -7,6 +7,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -49,6 +50,8 @@ class Hooks:
     """Receives a finished step's metrics."""
     after_step: Callable[[int], Awaitable[None]]
     """Saves checkpoints and runs evaluations."""
+    learning: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
+    """Makes a context for an update and its publication. Episodes of later steps may be under way in it."""
 
 
 @dataclass(slots=True)
@@ -127,8 +130,8 @@ async def train_rl(
 ) -> None:
     """Train until the state `is_finished`. `limits` are by environment; the horizon overrides their max_turns.
 
-    With `overlap` the learner works in a thread while the next step's episodes are played with the current weights;
-    with `max_staleness`, while groups of later steps are played. The engine then needs its own copy of the weights.
+    With `overlap` the learner works in a thread while the next step's episodes are played with the current weights, of
+    which the engine needs its own copy. With `max_staleness` it works while groups of later steps are under way.
     """
     async with GroupQueue(collect, limits, state.queued) as queue:
         while not state.is_finished(settings):
@@ -150,23 +153,24 @@ async def train_rl(
             _advance(state.horizons, groups)
             learning_since = time.perf_counter()
             arguments = groups, state, learner, limits, settings, seed
-            if settings.max_staleness:
-                learned, samples = await asyncio.to_thread(_learn, *arguments)
-            elif settings.overlap and not replace(state, step=step + 1, sampled=sampled).is_finished(settings):
-                # No TaskGroup: an error must be raised as it is, not inside an ExceptionGroup.
-                playing = asyncio.create_task(_play_step(step + 1, state, collect, limits, settings, seed))
-                try:
+            async with hooks.learning():
+                if settings.max_staleness:
                     learned, samples = await asyncio.to_thread(_learn, *arguments)
-                except BaseException:
-                    playing.cancel()
-                    await asyncio.gather(playing, return_exceptions=True)
-                    raise
-                await playing
-            else:
-                learned, samples = _learn(*arguments)
-            if samples:
-                state.version += 1
-                await publish(state.version)
+                elif settings.overlap and not replace(state, step=step + 1, sampled=sampled).is_finished(settings):
+                    # No TaskGroup: an error must be raised as it is, not inside an ExceptionGroup.
+                    playing = asyncio.create_task(_play_step(step + 1, state, collect, limits, settings, seed))
+                    try:
+                        learned, samples = await asyncio.to_thread(_learn, *arguments)
+                    except BaseException:
+                        playing.cancel()
+                        await asyncio.gather(playing, return_exceptions=True)
+                        raise
+                    await playing
+                else:
+                    learned, samples = _learn(*arguments)
+                if samples:
+                    state.version += 1
+                    await publish(state.version)
             now = time.perf_counter()
             if settings.max_staleness:  # episodes were played during the whole step
                 metrics["time/wait_s"], rollout_s = rollout_s, now - started

@@ -350,7 +350,7 @@ class RLSettings(SettingsSection):
     """Steps of overlap. 1 plays the next step's episodes during learning, with weights one update old. 0 is strictly
     on-policy."""
     max_staleness: int = 0
-    """Asynchronous groups: episodes of that many further steps are played while the learner works, and go on through
+    """Asynchronous groups: episodes of that many further steps are under way while the learner works, and go on through
     weight updates. A token is at most that many updates old when it is learned from. 0 is synchronous."""
     keep_cache: bool = False
     """Whether episodes under way keep the keys and values of older weights after an update. Otherwise they are computed
@@ -434,13 +434,13 @@ class RLSettings(SettingsSection):
         if self.overlap > 1:
             yield f"overlap must be 0 (on-policy) or 1 (one step off), got {self.overlap}"
         if self.max_staleness and self.overlap:
-            yield "max_staleness plays episodes while the learner works, as overlap does: set overlap = 0"
+            yield "max_staleness begins episodes of later steps early, as overlap does: set overlap = 0"
         if self.max_staleness and self.resample_rounds:
             yield "max_staleness learns from every group that was played: set resample_rounds = 0"
 
     @property
     def asynchronous(self) -> bool:
-        """Whether episodes are played while the learner works, so that the engine needs its own copy of the weights."""
+        """Whether episodes of later steps are under way while the learner works."""
         return self.overlap > 0 or self.max_staleness > 0
 
     def _tree_problems(self) -> Iterator[str]:

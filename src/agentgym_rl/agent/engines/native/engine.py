@@ -11,8 +11,9 @@ import random
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -136,6 +137,9 @@ class NativeEngine:
         self._updates = 0
         self._keep_cache = keep_cache
         self._task: asyncio.Task[None] | None = None
+        self._may_step, self._nothing_runs = asyncio.Event(), asyncio.Event()
+        self._may_step.set()
+        self._nothing_runs.set()
         self._closed = False
         self.reset_stats()
 
@@ -178,6 +182,16 @@ class NativeEngine:
         self._updates += 1
         self.version = version
 
+    @asynccontextmanager
+    async def paused(self) -> AsyncIterator[None]:
+        """Sample nothing inside, so that shared weights can be changed in place. Requests wait."""
+        self._may_step.clear()
+        try:
+            await self._nothing_runs.wait()
+            yield
+        finally:
+            self._may_step.set()
+
     async def sleep(self) -> None:
         """Free the memory of the KV cache until the next request. Pending replies finish first."""
         while self._task is not None:
@@ -190,6 +204,7 @@ class NativeEngine:
 
     async def close(self) -> None:
         self._closed = True
+        self._may_step.set()
         self.abort("The engine was closed.")
         if self._task is not None:
             await asyncio.wait([self._task])
@@ -247,11 +262,15 @@ class NativeEngine:
         step."""
         try:
             while self._waiting or self._running or self._flights:
+                if not self._flights:
+                    await self._may_step.wait()
                 await self._settle()
-                self._admit()
+                may_step = self._may_step.is_set()
+                if may_step:
+                    self._admit()
                 if self._launches:
-                    await self._advance()
-                elif self._running:
+                    await self._advance(may_step)
+                elif self._running and may_step:
                     self._step()
         finally:
             self._task = None
@@ -322,7 +341,7 @@ class NativeEngine:
         self._stats["prompt_tokens_computed"] += num_computed - num_decoded
         self._stats["prompt_tokens_shared"] += num_requested - num_computed
 
-    async def _advance(self) -> None:
+    async def _advance(self, may_launch: bool) -> None:
         """Start a launch for the running requests while the previous one runs, then read the previous one.
 
         The rows' state stays on the device, so that requests join and leave without waiting for the device.
@@ -331,7 +350,7 @@ class NativeEngine:
         reason = ""
         try:
             num_flights = len(self._flights)
-            if num_flights == 0 or self._can_join():
+            if may_launch and (num_flights == 0 or self._can_join()):
                 self._start_launch()
             if len(self._flights) > 1 or len(self._flights) == num_flights > 0:
                 await self._read_launch()
@@ -371,6 +390,7 @@ class NativeEngine:
         for request in self._rows:
             request.running_steps += steps
         self._flights.append(Flight(runner.launch(steps), self._rows, self._updates, self.version))
+        self._nothing_runs.clear()
 
     def _prefill(self, new: list[Request]) -> list[DecodeRow]:
         """Compute the prompts of new rows and return the rows."""
@@ -406,6 +426,8 @@ class NativeEngine:
         await asyncio.get_running_loop().run_in_executor(self._waiter, flight.launch.wait)
         tokens, logprobs = flight.launch.read()
         self._flights.popleft()
+        if not self._flights:
+            self._nothing_runs.set()
         self._stats["steps"] += flight.launch.steps
         num_done = 0
         for request in flight.requests:
@@ -427,6 +449,7 @@ class NativeEngine:
         for request in self._rows:
             request.running_steps = 0
         self._flights.clear()
+        self._nothing_runs.set()
         self._rows = []
 
     def _reduce_sessions(self, reason: str) -> None:
@@ -467,9 +490,9 @@ class NativeEngine:
 
     async def _prefill_early(self) -> None:
         """Compute the prompts of requests that follow delivered replies, so that the device works while the host
-        delivers the other replies. After a weight update the next launch does it."""
+        delivers the other replies. After a weight update or a pause the next launch does it."""
         await self._settle()
-        if self._updates != self._rows_updates:
+        if self._updates != self._rows_updates or not self._may_step.is_set():
             return
         known = len(self._running)
         self._admit()
