@@ -314,7 +314,7 @@ def test_one_launch_updates_as_plain_torch_does() -> None:
         slow = [tuple(t.clone() for t in row) for row in rows]
         scale, numbers = torch.tensor(0.3, device="cuda"), (0.9, 0.95, 1e-3, 0.5, 0.99)
         for update in range(1, 4):
-            update_all(rows, scale, numbers, update)
+            update_all(rows, [0, 1, 2], scale, numbers, update)
             for place, row in enumerate(slow):
                 master_weights.update_one(row, scale, numbers, update, place)
         for fast, right in zip(rows, slow, strict=True):

@@ -19,6 +19,7 @@ from agentgym_rl.scale.memory import (
     GIB,
     HEAD_CHUNK_BYTES,
     LOADING_BYTES,
+    PART_PARAMETERS,
     PROCESS_BYTES,
     TEMPORARY_PARTS,
     Demand,
@@ -32,6 +33,7 @@ from agentgym_rl.scale.memory import (
     warm_start_memory,
 )
 from agentgym_rl.scale.resource_plan import Plan, bundles
+from agentgym_rl.training.device import optimizer
 from agentgym_rl.training.device.head import CHUNK_NUMBERS
 
 SHAPES = {
@@ -295,8 +297,11 @@ def test_settings_that_save_memory_are_counted() -> None:
     on_host = on_each_host(offloaded, 8)["host of learners, running"].parts["shards of 8 ranks"]
     assert on_host == 8 * sum(parts[name] for name in names)
     moments = replace(Demand(SHAPES["7B"], 2), offload_moments=True)
-    passing = learner_memory(moments).parts["activations"]
-    assert learner_memory(moments).parts["optimizer"] == max(0, 6 * SHAPES["7B"].count - passing)
+    embedding = SHAPES["7B"].vocabulary * SHAPES["7B"].hidden  # larger than a part
+    passing = activation_bytes(moments) + 2 * HEAD_CHUNK_BYTES
+    assert learner_memory(moments).parts["optimizer"] == max(0, 6 * embedding - passing)
+    few = replace(moments, micro_batch_tokens=512, checkpoint_activations=True)
+    assert 0 < learner_memory(few).parts["optimizer"] < 6 * embedding
     assert on_each_host(moments, 1)["host, running"].parts["moments of 1 ranks"] == 6 * SHAPES["7B"].count
     saving = replace(plain, checkpoint_activations=True)
     moved = replace(saving, offload_activations=True)
@@ -325,6 +330,7 @@ def test_each_optimizer_of_a_recipe_is_counted_with_its_own_settings(tmp_path: P
 
 def test_the_sizes_are_those_of_the_code() -> None:
     assert 4 * CHUNK_NUMBERS["cuda"] == HEAD_CHUNK_BYTES
+    assert optimizer.PART_PARAMETERS == PART_PARAMETERS
 
 
 def test_a_pair_on_one_device_cannot_work_at_the_same_time() -> None:

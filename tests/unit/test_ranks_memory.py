@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import tarfile
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from agentgym_rl.scale.process_group import ProcessRanks, whole_state
 from agentgym_rl.scale.shards import load_shards, require_written
 from agentgym_rl.training.checkpoint import export, on_host
 from agentgym_rl.training.device.host_activations import HostActivations
-from agentgym_rl.training.device.optimizer import make_optimizer, moments_on
+from agentgym_rl.training.device.optimizer import make_optimizer, step
 from agentgym_rl.training.dpo import Preference
 from agentgym_rl.training.learner import Imitator
 from agentgym_rl.training.meta import fill, make_empty
@@ -383,38 +384,43 @@ def test_a_bf16_checkpoint_of_ranks_of_an_earlier_version_loads(tmp_path: Path) 
     assert alone.imitate(OLD_LESSONS)["loss"] == pytest.approx(OLD_LOSSES[0], rel=1e-3)
 
 
-def test_moments_are_on_the_host_between_updates() -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        parameter = torch.nn.Parameter(torch.ones(4, dtype=dtype))
-        optimizer = make_optimizer([parameter], OptimizerSettings(lr=0.1))
-        parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-        seen = []
-        # A meta tensor cannot come back to the host, which shows that it would.
-        with pytest.raises(NotImplementedError), moments_on(optimizer, "meta", offload=True):
-            seen = [t for t in tensors_of(optimizer.state_dict()) if t.ndim]
-        assert len(seen) == (2 if dtype is torch.float32 else 3)
-        assert all(t.is_meta for t in seen)
+@pytest.mark.parametrize("dtypes", [(torch.float32,) * 5, (torch.bfloat16,) * 5, (torch.bfloat16, torch.float32) * 3])
+def test_moments_pass_through_the_device_in_parts(dtypes: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors of a part are copies, as on another device, and come back to the host."""
+    monkeypatch.setattr("agentgym_rl.training.device.optimizer.PART_PARAMETERS", 40)
+    largest, present = 0, 0
+    move = torch.Tensor.to
 
+    def counted(tensor: Any, *arguments: Any, **options: Any) -> Any:
+        nonlocal largest, present
+        copied = move(tensor, *arguments, **options).clone()
+        if arguments and isinstance(arguments[0], torch.device):
+            present += tensor.numel()
+            largest = max(largest, present)
+            weakref.finalize(copied, freed, tensor.numel())
+        return copied
 
-class OnHost(Ranks):
-    """Ranks with scale.offload: passes run on another device than the one that holds parameters."""
+    def freed(count: int) -> None:
+        nonlocal present
+        present -= count
 
-    def device(self, model: Any) -> torch.device:
-        return torch.device("cpu:0")  # another name than that of the parameters' device
-
-
-def test_moments_are_moved_to_the_parameters_not_to_the_device_of_the_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With both scale.offload and offload_moments the optimizer runs on the host."""
-    seen = []
-
-    def recording(optimizer: Any, device: torch.device, *, offload: bool) -> Any:
-        seen.append((device, offload))
-        return moments_on(optimizer, device, offload=offload)
-
-    monkeypatch.setattr("agentgym_rl.training.learner.moments_on", recording)
-    Imitator(tiny_model(3), OptimizerSettings(lr=0.1, offload_moments=True), 2, OnHost()).imitate(LESSONS)
-    assert seen == [(torch.device("cpu"), True)]
+    made = []
+    for offload in (False, True):
+        torch.manual_seed(0)
+        parameters = [torch.nn.Parameter(torch.randn(4 + i, 5).to(dtype)) for i, dtype in enumerate(dtypes)]
+        settings = OptimizerSettings(lr=0.1, offload_moments=offload)
+        optimizer = make_optimizer(parameters, settings)
+        if offload:
+            monkeypatch.setattr(torch.Tensor, "to", counted)
+        for _ in range(3):
+            for parameter in parameters[1:]:  # the first is not trained in these steps
+                parameter.grad = torch.randn(parameter.shape).to(parameter.dtype)
+            step(optimizer, settings)
+        monkeypatch.setattr(torch.Tensor, "to", move)
+        made.append([*parameters, *tensors_of(optimizer.state_dict())])
+    assert len(made[0]) == len(made[1]) > len(dtypes)
+    assert all(torch.equal(plain, passed) for plain, passed in zip(*made, strict=True))
+    assert 0 < largest <= 3 * 45, "three numbers for each parameter of a part"
 
 
 def tensors_of(state: Any) -> list[torch.Tensor]:

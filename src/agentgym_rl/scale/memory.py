@@ -11,7 +11,8 @@ head, N and K query and key/value heads of width w:
                                    b (l + E) gradients before they are sharded: the root's last until the pass ends
                                    4 max(l, E) bytes of float32 that are being summed over ranks, one group at a time
                                    4P whole gradients more, if they are summed over ranks once per update
-    offload_moments                moments and lower halves are on the device only in a step, without activations
+    offload_moments                moments and lower halves of a part of the model, on the device only in a step,
+                                   without activations
     activations                    T L (4 H + 2 w (N + K) + 3 I) b; with checkpoint_activations T L H b + two layers;
                                    with offload_activations two layers, the rest on the host
     head                           a chunk of logits in float32, 160 MB at most, and its gradient
@@ -46,6 +47,8 @@ HEAD_CHUNK_BYTES = 4 * (40 << 20)
 """Bytes of logits in memory at once."""
 TEMPORARY_PARTS = ("gradients", "gathered", "whole gradients", "summed gradients", "activations")
 """Parts that a learner needs only while it learns."""
+PART_PARAMETERS = 128 << 20
+"""Parameters whose moments are on the device at once with offload_moments, unless one tensor has more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +199,9 @@ def learner_memory(d: Demand) -> Memory:
     parts["process"] = PROCESS_BYTES if d.gpu else 0
     if d.offload_moments and d.gpu:
         passing = sum(parts.get(name, 0) for name in TEMPORARY_PARTS if name != "gradients")
-        parts["optimizer"] = max(0, parts["optimizer"] - passing)
+        largest = max(PART_PARAMETERS, shape.vocabulary * shape.hidden // d.shards)
+        share = min(1.0, largest / (d.trained or shape.count // d.shards))
+        parts["optimizer"] = max(0, int(parts["optimizer"] * share) - passing)
     return Memory(parts)
 
 

@@ -23,7 +23,7 @@ from agentgym_rl.training.device.optimizer import (
     collecting,
     gradients,
     make_optimizer,
-    moments_on,
+    step,
 )
 from agentgym_rl.training.device.packed import capture_passes, why_not_packed
 from agentgym_rl.training.microbatch import MicroBatch, micro_batches
@@ -109,9 +109,7 @@ class Updater:
             group["lr"] = lr
         skipped = 0.0 if bool(norm.isfinite()) else 1.0
         if not skipped:
-            # Not `self.device`: with scale.offload parameters and optimizer stay on the host.
-            with moments_on(self._optimizer, self._parameters[0].device, offload=self.settings.offload_moments):
-                self._optimizer.step()
+            step(self._optimizer, self.settings)
         self.ranks.require_equal(zip(self._names, self._parameters, strict=True))
         self._optimizer.zero_grad(set_to_none=True)
         self.updates += 1

@@ -9,7 +9,7 @@ float32 moments and a float32 copy would take 14.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -23,6 +23,9 @@ from agentgym_rl.training.settings import OptimizerSettings
 
 SMALL_MODEL_PARAMETERS = 500_000_000
 """Largest model whose gradients may be held twice for a short time (1 GB)."""
+PART_PARAMETERS = 128 * 1024 * 1024
+"""With `offload_moments` a step copies the moments of about so many parameters to the device at a time, those of at
+least one tensor."""
 
 
 def make_optimizer(parameters: list[Any], settings: OptimizerSettings) -> torch.optim.AdamW | MasterAdamW:
@@ -43,24 +46,55 @@ def _plain(parameters: list[Any], settings: OptimizerSettings) -> torch.optim.Ad
     )
 
 
-@contextmanager
-def moments_on(
-    optimizer: torch.optim.AdamW | MasterAdamW, device: torch.device | str, *, offload: bool
-) -> Iterator[None]:
-    """Hold moments and lower halves on `device` for a step, and with `offload` on the host between steps."""
-    if offload:
-        _move_moments(optimizer, device)
-    yield
-    if offload:
-        _move_moments(optimizer, "cpu")
+def step(optimizer: torch.optim.AdamW | MasterAdamW, settings: OptimizerSettings) -> None:
+    """Make a step. With `offload_moments`, moments are on the host and pass through the device in parts."""
+    if isinstance(optimizer, MasterAdamW) or not settings.offload_moments:
+        optimizer.step()
+    else:
+        _step_in_parts(optimizer)
 
 
-def _move_moments(optimizer: torch.optim.AdamW | MasterAdamW, device: torch.device | str) -> None:
-    plain = optimizer._rest if isinstance(optimizer, MasterAdamW) else optimizer
-    for state in {} if plain is None else plain.state.values():
-        state |= {name: value.to(device) for name, value in state.items() if name.startswith("exp_avg")}
-    if isinstance(optimizer, MasterAdamW):
-        optimizer.move_moments(device)
+def _step_in_parts(optimizer: torch.optim.AdamW) -> None:
+    parameters = [p for p in optimizer.param_groups[0]["params"] if p.grad is not None]
+    gradients = [p.grad for p in parameters]
+    for p in parameters:
+        p.grad = None  # such parameters take no part in a step
+    for part in _parts(parameters):
+        for index in part:
+            p = parameters[index]
+            p.grad = gradients[index]
+            _move_moments(optimizer.state[p], p.device)
+        optimizer.step()
+        for index in part:
+            _move_moments(optimizer.state[parameters[index]], "cpu")
+            parameters[index].grad = None
+
+
+def _move_moments(state: dict[str, Any], device: torch.device | str) -> None:
+    for name in ("exp_avg", "exp_avg_sq"):
+        if name in state:
+            state[name] = state[name].to(device)
+
+
+def _parts(parameters: Sequence[Any]) -> Iterator[list[int]]:
+    """Yield the indices of parameters in parts of about PART_PARAMETERS."""
+    part: list[int] = []
+    size = 0
+    for index, parameter in enumerate(parameters):
+        count = _local(parameter).numel()
+        if part and size + count > PART_PARAMETERS:
+            yield part
+            part, size = [], 0
+        part.append(index)
+        size += count
+    if part:
+        yield part
+
+
+def _on_host(tensor: Any) -> Any:
+    """Return the tensor on the host, pinned for copies to and from a GPU unless it is sharded."""
+    moved = tensor.to("cpu")
+    return moved.pin_memory() if tensor.is_cuda and not hasattr(tensor, "to_local") else moved
 
 
 @contextmanager
@@ -177,29 +211,57 @@ class MasterAdamW:
         lr = self.param_groups[0]["lr"]
         gradients = self._gradients()
         if not self._low:
-            self._low = [torch.zeros_like(p, dtype=torch.int16) for p in self._half]
-            self._moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in self._half]
+            kept = self._kept
+            self._low = [kept(torch.zeros_like(p, dtype=torch.int16)) for p in self._half]
+            self._moments = [(kept(torch.zeros_like(p)), kept(torch.zeros_like(p))) for p in self._half]
         self.updates += 1
         scale = torch.ones((), device=self._half[0].device) if self.scale is None else self.scale
         numbers = self._numbers(lr)
         indices = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        rows: list[Any] = [
-            tuple(map(_local, (self._half[i], gradients[i], self._low[i], *self._moments[i]))) for i in indices
-        ]
-        if self._half[0].is_cuda and HAS_TRITON:
-            from agentgym_rl.training.device.optimizer_kernels import update_all
-
-            update_all(rows, scale, numbers, self.updates)
+        if self._settings.offload_moments:
+            for part in _parts([self._half[i] for i in indices]):
+                self._update_from_host([indices[n] for n in part], gradients, scale, numbers)
         else:
-            for index, row in zip(indices, rows, strict=True):
-                update_one(row, scale, numbers, self.updates, index)
+            self._update(indices, gradients, [(self._low[i], *self._moments[i]) for i in indices], scale, numbers)
         if self._rest is not None:
             for p in self._rest.param_groups[0]["params"]:
                 if p.grad is not None:
                     p.grad.mul_(scale)
             self._rest.param_groups[0]["lr"] = lr
-            self._rest.step()
+            step(self._rest, self._settings)
         self.scale = None
+
+    def _update(
+        self, indices: list[int], gradients: list[Any], states: list[Any], scale: Tensor, numbers: tuple[float, ...]
+    ) -> None:
+        """Update parameters in place, each with its state of (lower half, first moment, second moment)."""
+        rows: list[Any] = [
+            tuple(map(_local, (self._half[i], gradients[i], *state))) for i, state in zip(indices, states, strict=True)
+        ]
+        if self._half[0].is_cuda and HAS_TRITON:
+            from agentgym_rl.training.device.optimizer_kernels import update_all
+
+            update_all(rows, indices, scale, numbers, self.updates)
+        else:
+            for index, row in zip(indices, rows, strict=True):
+                update_one(row, scale, numbers, self.updates, index)
+
+    def _update_from_host(
+        self, indices: list[int], gradients: list[Any], scale: Tensor, numbers: tuple[float, ...]
+    ) -> None:
+        device = self._half[0].device
+        hosted = [tuple(map(_local, (self._low[i], *self._moments[i]))) for i in indices]
+        states = [tuple(tensor.to(device, non_blocking=True) for tensor in state) for state in hosted]
+        self._update(indices, gradients, states, scale, numbers)
+        for kept, state in zip(hosted, states, strict=True):
+            for target, source in zip(kept, state, strict=True):
+                target.copy_(source, non_blocking=True)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
+    def _kept(self, tensor: Any) -> Any:
+        """Return the tensor where it is kept between steps."""
+        return _on_host(tensor) if self._settings.offload_moments else tensor
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for p in self.param_groups[0]["params"]:
@@ -209,10 +271,6 @@ class MasterAdamW:
     def state_dict(self) -> dict[str, Any]:
         rest = None if self._rest is None else self._rest.state_dict()
         return {"low": self._low, "moments": self._moments, "updates": self.updates, "rest": rest}
-
-    def move_moments(self, device: torch.device | str) -> None:
-        self._low = [tensor.to(device) for tensor in self._low]
-        self._moments = [(first.to(device), second.to(device)) for first, second in self._moments]
 
     @torch.no_grad()
     def from_masters(self, plain: dict[str, Any], masters: list[Tensor]) -> dict[str, Any]:
@@ -244,9 +302,9 @@ class MasterAdamW:
         return {"low": self._half, "moments": self._half, "rest": rest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        device = self._half[0].device
-        self._low = [tensor.to(device) for tensor in state["low"]]
-        self._moments = [(first.to(device), second.to(device)) for first, second in state["moments"]]
+        device, kept = self._half[0].device, self._kept
+        self._low = [kept(tensor.to(device)) for tensor in state["low"]]
+        self._moments = [(kept(first.to(device)), kept(second.to(device))) for first, second in state["moments"]]
         self.updates = state["updates"]
         if self._rest is not None:
             self._rest.load_state_dict(state["rest"])
@@ -254,7 +312,7 @@ class MasterAdamW:
     def master(self) -> list[Tensor]:
         """Return the float32 values of the bf16 parameters."""
         low = self._low or [torch.zeros_like(p, dtype=torch.int16) for p in self._half]
-        return [join(p.detach(), lower) for p, lower in zip(self._half, low, strict=True)]
+        return [join(p.detach(), lower.to(p.device)) for p, lower in zip(self._half, low, strict=True)]
 
     def _gradients(self) -> list[Any]:
         return [p.grad if total is None else total for p, total in zip(self._half, self._sums, strict=True)]

@@ -75,10 +75,15 @@ def update_kernel(
     tl.store(second_at, _round_stochastically(second, noise >> 16), mask=inside)
 
 
-def update_all(rows: list[tuple[Tensor, ...]], scale: Tensor, numbers: tuple[float, ...], update: int) -> None:
-    """Update all `rows` of (parameter, gradient, remainder, first moment, second moment), all contiguous."""
+def update_all(
+    rows: list[tuple[Tensor, ...]], indices: list[int], scale: Tensor, numbers: tuple[float, ...], update: int
+) -> None:
+    """Update `rows` of (parameter, gradient, remainder, first moment, second moment), all contiguous.
+
+    `indices` are those of the parameters, which the random numbers depend on.
+    """
     for dtype in {row[1].dtype for row in rows}:
-        same_dtype = [(index, row) for index, row in enumerate(rows) if row[1].dtype is dtype]
+        same_dtype = [(index, row) for index, row in zip(indices, rows, strict=True) if row[1].dtype is dtype]
         for _, row in same_dtype:
             if not all(tensor.is_contiguous() for tensor in row):
                 raise ValueError(f"an optimizer needs contiguous tensors, got strides {[t.stride() for t in row]}")
@@ -101,7 +106,7 @@ def update_all(rows: list[tuple[Tensor, ...]], scale: Tensor, numbers: tuple[flo
         )
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=256)
 def _blocks(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the tensor and the first element of every program."""
     counts = torch.tensor([triton.cdiv(size, BLOCK) for size in sizes])

@@ -26,9 +26,9 @@ from agentgym_rl.errors import EngineError
 BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 MAX_TOKENS = 64
 """Tokens that a row may sample in one launch."""
-DRAFT_ROWS, DRAFT_WIDTH = 0, 4
+DRAFT_ROWS, DRAFT_WIDTH = 32, 4
 """A step for at most DRAFT_ROWS rows computes DRAFT_WIDTH tokens of each: the last and guesses after it. For few rows
-such a step mostly reads weights. 0 turns guesses off, until they have been measured on a GPU."""
+such a step mostly reads weights, so that guesses cost little."""
 PREFILL_TOKENS = 16384
 """Tokens of one prefill pass."""
 PREFILL_SIZES = (64, 128, 256, 384, 512, 768, 1024, 1280, 1536, 2048)
