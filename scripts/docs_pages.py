@@ -325,9 +325,36 @@ def learner() -> str:
     return table(["case", "learner", "tokens/s", "÷ plain", "of the matrix ceiling", "allocated"], rows)
 
 
+def guesses() -> str:
+    """Return training steps with and without prompt look-up."""
+    lines = {line["who"]: line for line in measured("gpu_guesses")["measured"]}
+    rows = []
+    for who, line in lines.items():
+        ratio = line["tokens_per_s"] / lines["without"]["tokens_per_s"]
+        seconds = [f"{line[name]:.2f} s" for name in ("step_s", "rollout_s")]
+        rows.append([f"{who} guesses", f"{line['tokens_per_s'] / 1000:.1f}k", *seconds, f"{ratio:.2f}×"])
+    return table(["TextCraft × 128", "new tokens/s", "a step", "rollout", "÷ without"], rows)
+
+
+def step_peers() -> str:
+    """Return a GRPO step beside those of TRL."""
+    names = {"ours": "this trainer", "trl": "TRL, transformers", "trl, vllm": "TRL, vLLM in its process"}
+    lines = {line["who"]: line for line in measured("gpu_step")["measured"]}
+    rows = []
+    for who, name in names.items():
+        line = lines[who]
+        ratio = lines["ours"]["episodes_per_s"] / line["episodes_per_s"]
+        seconds = [f"{line[key]:.2f} s" for key in ("rollout_s", "learn_s")]
+        sampled = f"{line['sampled_tokens'] / 1000:.1f}k"
+        shown = "" if who == "ours" else f"{ratio:.1f}×"
+        rows.append([name, f"{line['episodes_per_s']:.0f}", *seconds, sampled, f"{line['turns']:.1f}", shown])
+    head = ["", "episodes/s", "rollout", "learning", "tokens sampled a step", "turns an episode", "this ÷ TRL"]
+    return table(head, rows)
+
+
 def step() -> str:
     """Return where the time of a GRPO step goes."""
-    (line,) = measured("gpu_step")["measured"]
+    line = measured("gpu_step")["measured"][0]
     rows = [
         ["episodes per second", f"{line['episodes_per_s']:.0f}"],
         ["a step, median", f"{line['step_s']:.2f} s"],
@@ -352,7 +379,7 @@ def large() -> str:
         bounds, memory = line["ceilings"], line["memory_gib"]
         rows.append(
             [
-                line["case"],
+                line["case"] + line["who"].removeprefix("ours"),
                 f"{line['step_s']:.1f} s",
                 f"{line['tokens_per_s']:,.0f} ({line['tokens_per_s'] / bounds['rollout_tokens_per_s']:.0%})",
                 f"{line['learner_tokens_per_s']:,.0f} "
@@ -507,7 +534,9 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "lora": lora,
     "run": run,
     "learner": learner,
+    "guesses": guesses,
     "step": step,
+    "step-peers": step_peers,
     "large": large,
     "vllm-weights": vllm_weights,
     "vllm-sleep": vllm_sleep,

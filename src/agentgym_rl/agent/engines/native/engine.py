@@ -14,17 +14,17 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 import torch
 
 from agentgym_rl.agent.engines.native.decoder import unwrap
 from agentgym_rl.agent.engines.native.in_place import evaluating, load_in_place
-from agentgym_rl.agent.engines.native.runner import MAX_STOPS, DecodeRow, Launch, LaunchRunner, Row, Runner
+from agentgym_rl.agent.engines.native.request import Flight, Request
+from agentgym_rl.agent.engines.native.runner import MAX_STOPS, DecodeRow, LaunchRunner, Row, Runner
 from agentgym_rl.agent.engines.native.sampling import sample, signed_64
 from agentgym_rl.agent.engines.native.select_runner import make_runner
-from agentgym_rl.agent.engines.native.slots import Session, SessionTable
+from agentgym_rl.agent.engines.native.slots import SessionTable
 from agentgym_rl.errors import EngineError
 from agentgym_rl.types import Completion, Sampling
 
@@ -40,51 +40,6 @@ REPLIES_PER_PORTION = 64
 """Replies delivered at once, so that their next prompts arrive before the other replies are delivered."""
 LAUNCH_STEPS = (2, 16)
 """Minimum and maximum steps of a launch."""
-
-
-@dataclass(slots=True, eq=False)
-class Request:
-    """One generate() call."""
-
-    session_name: str
-    token_ids: list[int]
-    """Prompt and reply; grows by one token per step."""
-    num_prompt: int
-    sampling: Sampling
-    seed: int
-    limit: int
-    """Length of token_ids at which the reply ends."""
-    future: asyncio.Future[Completion]
-    num_reusable: int
-    """Prompt tokens that its session had cached on arrival."""
-    logprobs: list[float] = field(default_factory=list)
-    session: Session | None = None
-    version: int = 0
-    """Version of the weights that sampled its first token."""
-    versions: list[int] = field(default_factory=list)
-    """Version of the weights that sampled each token, if they were updated since the first; otherwise empty."""
-    running_steps: int = 0
-    """Steps of launches that run for it."""
-
-    def extend(self, new: list[int], logprobs: list[float], version: int) -> None:
-        """Append tokens that weights of `version` sampled."""
-        if self.versions or version != self.version:
-            self.versions = (self.versions or [self.version] * len(self.logprobs)) + [version] * len(new)
-        self.token_ids += new
-        self.logprobs += logprobs
-
-
-@dataclass(slots=True)
-class Flight:
-    """A launch that was started and not read yet."""
-
-    launch: Launch
-    requests: list[Request]
-    """Request of each row."""
-    updates: int
-    """Weight updates before it."""
-    version: int
-    """Version of the weights that it samples with."""
 
 
 class NativeEngine:
@@ -386,7 +341,7 @@ class NativeEngine:
         kept = [index for index, request in enumerate(self._rows) if request in self._running]
         runner.arrange(kept, decode_rows)
         self._rows = [*(self._rows[index] for index in kept), *new]
-        steps = min(max(map(_tokens_left, self._rows)), self._launch_steps())
+        steps = min(max(request.tokens_left for request in self._rows), self._launch_steps())
         for request in self._rows:
             request.running_steps += steps
         self._flights.append(Flight(runner.launch(steps), self._rows, self._updates, self.version))
@@ -418,7 +373,7 @@ class NativeEngine:
     def _worth_launching(self) -> bool:
         """Return whether to start another launch for the same rows before the last one is read."""
         rows = [request for request in self._rows if request in self._running]
-        continuing = sum(_tokens_left(request) > 0 for request in rows)
+        continuing = sum(request.tokens_left > 0 for request in rows)
         return not self._closed and continuing > 0 and 2 * continuing >= len(self._rows)
 
     async def _read_launch(self) -> None:
@@ -615,8 +570,3 @@ class NativeEngine:
                 error = EngineError(message)
                 error.__cause__ = cause
                 request.future.set_exception(error)
-
-
-def _tokens_left(request: Request) -> int:
-    """Return how many tokens a row may still sample after the launches that run."""
-    return request.limit - len(request.token_ids) - request.running_steps
