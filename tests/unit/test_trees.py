@@ -5,14 +5,18 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from envs_for_tests import Counting
 from scripted_engine_for_tests import ScriptedEngine
 from servers_for_tests import server_in_thread
 from tokenizers_for_tests import byte_level_bpe
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.agent.policy import EnginePolicy
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.rollout import rollout
@@ -21,7 +25,7 @@ from agentgym_rl.common.seeds import stable_seed
 from agentgym_rl.environment import catalog
 from agentgym_rl.environment.pool import LocalPool, RemotePool
 from agentgym_rl.environment.session import fork_env
-from agentgym_rl.errors import ConfigError
+from agentgym_rl.errors import ConfigError, EngineError
 from agentgym_rl.training.advantages import ESTIMATORS, Episode
 from agentgym_rl.training.batch import estimate, gather, to_samples, widest_groups
 from agentgym_rl.training.settings import RLSettings, TreeSettings
@@ -58,6 +62,30 @@ class SeededEngine:
         return Completion(token_ids, [-chance.random() for _ in token_ids], "stop", 0)
 
     async def release(self, session: str) -> None: ...
+
+
+class OneToken(SeededEngine):
+    """A native engine whose replies are a token each."""
+
+    def __init__(self, engine: NativeEngine) -> None:
+        super().__init__()
+        self.engine = engine
+
+    async def generate(self, prompt_ids: list[int], sampling: Sampling, session: str) -> Completion:
+        completion = await self.engine.generate(prompt_ids, replace(sampling, max_new_tokens=1), session)
+        return replace(completion, finish="stop")
+
+    async def release(self, session: str) -> None:
+        await self.engine.release(session)
+
+
+class Unending(Counting):
+    """Goes on whatever is said."""
+
+    num_alive: ClassVar[int] = 0
+
+    def step(self, text: str) -> Step:
+        return replace(super().step(text), done=False)
 
 
 class NotCopied(Counting):
@@ -131,6 +159,55 @@ async def test_branches_share_the_turns_of_their_parents() -> None:
             assert all(m.logprobs is not None for m in replies[1][branch.shared_turns :])
             assert branch.rewards[: branch.shared_turns] == parent.rewards[: branch.shared_turns]
             assert branch.num_turns <= LIMITS.max_turns
+
+
+def tiny_player() -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=len(RENDERER.tokenizer), **sizes)).eval()
+
+
+async def test_a_branch_finds_its_prefix_in_the_native_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_player()
+    played, computed = [], []
+    for shared in (True, False):
+        if not shared:
+            monkeypatch.setattr(EnginePolicy, "take_session", lambda *_: None)
+        engine = OneToken(NativeEngine(model, max_sessions=16))
+        played.append(await play(Branching(roots=3, branches=1, depth=1), Unending, engine))
+        computed.append(engine.engine.stats()["prompt_tokens_computed"])
+        assert engine.engine.stats()["sessions"] == 0 or not shared, "all were released"
+        await engine.engine.close()
+    assert lines(played[0]) == lines(played[1])
+    branches = [t for group in played[0] for t in group.trajectories if t.parent]
+    shared_tokens = [
+        sum(len(m.token_ids) for m in takewhile(lambda m: m.logprobs is None, branch.messages)) for branch in branches
+    ]
+    assert len(branches) == 6
+    assert computed[1] - computed[0] == sum(shared_tokens) - len(branches), "the last token is computed for its logits"
+
+
+class Failing(OneToken):
+    """Fails once in a root and once in a branch."""
+
+    def __init__(self, engine: NativeEngine) -> None:
+        super().__init__(engine)
+        self.calls = 0
+
+    async def generate(self, prompt_ids: list[int], sampling: Sampling, session: str) -> Completion:
+        self.calls += 1
+        if self.calls in (3, 15, 16):
+            raise EngineError("it failed")
+        return await super().generate(prompt_ids, sampling, session)
+
+
+async def test_engine_sessions_of_failed_attempts_are_released() -> None:
+    engine = Failing(NativeEngine(tiny_player(), max_sessions=16))
+    groups = await play(Branching(roots=2, branches=2, depth=1), Unending, engine)
+    failed = [t for group in groups for t in group.trajectories if t.stop is StopReason.ERROR]
+    assert len(failed) == 3
+    assert engine.engine.stats()["sessions"] == 0
+    await engine.engine.close()
 
 
 async def test_a_path_has_the_prompts_that_a_chain_would_have() -> None:

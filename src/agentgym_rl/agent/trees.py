@@ -2,7 +2,8 @@
 
 A node is one whole turn. A branch is an episode of its own whose policy first repeats the replies it shares with its
 parent, and whose session first repeats their steps. The session continues from a copy of the environment if there is
-one. Otherwise it plays the shared replies again and checks that it reaches the same states.
+one. Otherwise it plays the shared replies again and checks that it reaches the same states. The first branch of a
+path continues in its session of the engine, whose cache holds the prefix.
 
 Tree-GRPO: Ji et al. 2025 (arXiv 2509.21240).
 """
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from agentgym_rl.agent.collect import Collector, together
-from agentgym_rl.agent.policy import Policy, Reply
+from agentgym_rl.agent.policy import EnginePolicy, Policy, Reply
 from agentgym_rl.agent.session_wrapper import ForkableSession, SessionWrapper
 from agentgym_rl.common.seeds import stable_seed
 from agentgym_rl.errors import ConfigError, EnvError
@@ -55,6 +56,8 @@ class Path:
     """K + 1: the answers to reset and to every reply; K if the last step failed or the last reply was cut."""
     copies: list[object | None]
     """One per step: a copy of the environment after it, or None."""
+    policy: EnginePolicy | None = None
+    """Policy that was not closed, so that a branch can take its session of the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +124,14 @@ class TreeSession(SessionWrapper):
             )
 
 
-class BranchPolicy:
-    """A policy that repeats the shared replies of a branch before it answers itself.
+class PathPolicy:
+    """A policy that on a branch repeats the shared replies before it answers itself.
 
     Repeated replies have ids and no log-probabilities, so a shared turn is trained on, and counted, in its parent only.
+    The end of the episode does not close an EnginePolicy.
     """
 
-    def __init__(self, policy: Policy, messages: Sequence[Message], turns: int) -> None:
+    def __init__(self, policy: Policy, messages: Sequence[Message] = (), turns: int = 0) -> None:
         self._policy = policy
         self._shared: list[Reply] = []
         observation: list[Message] = []
@@ -151,7 +155,8 @@ class BranchPolicy:
         return self._policy.unanswered(messages, observation, limits)
 
     async def close(self) -> None:
-        await self._policy.close()
+        if not isinstance(self._policy, EnginePolicy):
+            await self._policy.close()
 
 
 @dataclass(slots=True)
@@ -235,8 +240,18 @@ class TreeCollector(Collector):
         return [Group(task, trajectories) for task, trajectories in zip(tasks, groups, strict=True)]
 
     async def _group(self, task: Task, limits: Limits, seed: int, index: int) -> list[Trajectory]:
+        trees = [_Tree() for _ in range(self._branching.roots)]
+        try:
+            return await self._grow_all(trees, task, limits, seed, index)
+        finally:
+            for path in [path for tree in trees for path in tree.paths]:
+                if path.policy is not None:
+                    await path.policy.close()
+
+    async def _grow_all(
+        self, trees: list[_Tree], task: Task, limits: Limits, seed: int, index: int
+    ) -> list[Trajectory]:
         shape, played = self._branching, []
-        trees = [_Tree() for _ in range(shape.roots)]
         growing: list[tuple[_Tree, Branch | None]] = [(tree, None) for tree in trees]
         members = range(shape.roots)
         for number in range(shape.depth + 1):
@@ -267,14 +282,27 @@ class TreeCollector(Collector):
     ) -> list[Path]:
         """Play all attempts at one path."""
         sessions: list[TreeSession] = []
+        open_policies: list[EnginePolicy] = []
 
         def start(env: EnvSession, policy: Policy) -> tuple[EnvSession, Policy]:
             sessions.append(TreeSession(env, branch))
-            if branch is not None:
-                policy = BranchPolicy(policy, branch.path.trajectory.messages, branch.turn)
-            return sessions[-1], policy
+            if isinstance(policy, EnginePolicy):
+                open_policies.append(policy)
+            if branch is None:
+                return sessions[-1], PathPolicy(policy)
+            if isinstance(policy, EnginePolicy) and branch.path.policy is not None:
+                policy.take_session(branch.path.policy)
+                branch.path.policy = None
+            return sessions[-1], PathPolicy(policy, branch.path.trajectory.messages, branch.turn)
 
         parent = ("", 0) if branch is None else (branch.path.trajectory.id, branch.turn)
-        *failed, last = await self._play_attempts(task, limits, seed, index, member, start, parent)
+        kept = None
+        try:
+            *failed, last = await self._play_attempts(task, limits, seed, index, member, start, parent)
+            if open_policies and last.stop is not StopReason.ERROR:
+                kept = open_policies.pop()
+        finally:
+            for policy in open_policies:
+                await policy.close()
         paths = [Path(trajectory, [], []) for trajectory in failed]  # never branched
-        return [*paths, Path(last, sessions[-1].steps, sessions[-1].copies) if sessions else Path(last, [], [])]
+        return [*paths, Path(last, sessions[-1].steps, sessions[-1].copies, kept) if sessions else Path(last, [], [])]
