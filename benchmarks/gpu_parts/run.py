@@ -261,7 +261,11 @@ async def measure(options: argparse.Namespace, recipe: str, episodes: int) -> Me
     numbers = {env: [i for items in subsets.values() for i in items] for env, subsets in items.train.items()}
     state = RLState(TaskSource(numbers, 0, {recipe: 1.0}), {recipe: make_horizon(config.horizon)})
     hooks = Hooks(
-        measured.record, lambda *_: None, lambda _, metrics: measured.rows.append(metrics), measured.after_step
+        measured.record,
+        lambda *_: None,
+        lambda _, metrics: measured.rows.append(metrics),
+        measured.after_step,
+        workers.learning,
     )
     collect = (
         workers.collector("bench-", None, 1.0)

@@ -143,7 +143,9 @@ def rl_steps(
             if profiler is not None and step == steps:
                 profiler.start()
 
-        hooks = Hooks(lambda *_: None, lambda *_: None, lambda _, metrics: rows.append(metrics), after_step)
+        hooks = Hooks(
+            lambda *_: None, lambda *_: None, lambda _, metrics: rows.append(metrics), after_step, workers.learning
+        )
         limits = {"textcraft": limits_of(config.agent, 1, workers.max_context)}
         collect = workers.collector("bench-", None, 1.0)
         await train_rl(state, workers.learner, collect, workers.publish, limits, config.rl, hooks, 0)

@@ -23,7 +23,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from agentgym_rl.agent.engines.native import NativeEngine
-from agentgym_rl.training.device import attention, head, master_weights
+from agentgym_rl.training.device import attention, head, master_weights, optimizer
 from agentgym_rl.training.device.packed import capture_passes, packed_states, padded_states
 from agentgym_rl.training.learner import Imitator
 from agentgym_rl.training.lora import add_adapter
@@ -320,6 +320,29 @@ def test_one_launch_updates_as_plain_torch_does() -> None:
         for fast, right in zip(rows, slow, strict=True):
             assert error(master_weights.join(fast[0], fast[2]), master_weights.join(right[0], right[2])) < 1e-6
             assert all(error(a, b) < 1e-3 for a, b in zip(fast[3:], right[3:], strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_moments_on_the_host_give_the_same_steps(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer, "PART_PARAMETERS", 3_000_000)
+    made = []
+    for offload in (False, True):
+        torch.manual_seed(0)
+        parameters = [torch.nn.Parameter(torch.randn(1000, 1000 + i, device="cuda").to(dtype)) for i in range(6)]
+        settings = OptimizerSettings(lr=0.1, offload_moments=offload)
+        adam = optimizer.make_optimizer(parameters, settings)
+        for update in range(3):
+            for parameter in parameters:
+                parameter.grad = torch.randn_like(parameter)
+            if update == 2:
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+            optimizer.step(adam, settings)
+        made.append((parameters, torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated()))
+    assert all(torch.equal(a, b) for a, b in zip(made[0][0], made[1][0], strict=True))
+    size = sum(p.numel() for p in made[0][0])
+    moments = (8 if dtype is torch.float32 else 6) * size
+    assert made[1][1] < 0.8 * moments, "at most half of the moments at once, and temporary tensors"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

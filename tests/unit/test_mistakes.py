@@ -8,6 +8,7 @@ import math
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -191,7 +192,7 @@ async def test_mistake_06_a_resumed_schedule_skips_no_step() -> None:
             if saved:
                 state.restore(saved, killed_after)
             settings = RLSettings(steps=steps, groups_per_step=1, group_size=2)
-            hooks = Hooks(lambda *_: None, lambda *_: None, lambda *_: None, nothing)
+            hooks = Hooks(lambda *_: None, lambda *_: None, lambda *_: None, nothing, nullcontext)
             await train_rl(state, Learner(), collect, nothing, {"toy": LIMITS}, settings, hooks, 0)
         return turns
 
@@ -303,7 +304,7 @@ async def test_mistake_11_every_metric_is_documented() -> None:
 
     horizon = make_horizon(HorizonSettings(turns=(4,)))
     state = RLState(TaskSource({"toy": [1]}, 0), {"toy": horizon})
-    hooks = Hooks(lambda *_: None, lambda *_: None, lambda step, row: rows.append(row), nothing)
+    hooks = Hooks(lambda *_: None, lambda *_: None, lambda step, row: rows.append(row), nothing, nullcontext)
     learner = RLLearner(tiny_model(), settings, 1.0)
     await train_rl(state, learner, collect, nothing, {"toy": LIMITS}, settings, hooks, 0)
     names = {re.sub(r"turn_\d.*", "turn_K", name).replace("horizon/toy", "horizon/<env>") for name in rows[0]}

@@ -23,6 +23,7 @@ from agentgym_rl.agent.engines.native.decoder import DecoderRunner
 from agentgym_rl.agent.engines.native.engine import LAUNCH_STEPS
 from agentgym_rl.agent.engines.native.runner import MAX_STOPS, DecodeRow, Row
 from agentgym_rl.agent.engines.native.sampling import sample
+from agentgym_rl.agent.engines.native.slots import Session, SessionTable
 from agentgym_rl.errors import EngineError
 from agentgym_rl.types import Sampling
 
@@ -513,3 +514,61 @@ async def test_a_paused_engine_can_be_closed(make: Any) -> None:
         await engine.close()
         with pytest.raises(EngineError, match="closed"):
             await reply
+
+
+@pytest.mark.parametrize("make", [NativeEngine, launching])
+async def test_a_released_session_can_be_continued_by_its_name(make: Any) -> None:
+    model = make_model()
+    engine = make(model)
+    first = prompt(40)
+    parent = await engine.generate(first, Sampling(20, seed=1), "parent")
+    branch = first + parent.token_ids[:12] + prompt(3, 2)  # a place in the middle of what the parent holds
+    await engine.release("parent")
+    assert engine.stats()["sessions"] == 0
+    engine.reset_stats()
+    answer = await engine.generate(branch, Sampling(8, seed=3), "parent")
+    assert engine.stats()["prompt_tokens_computed"] == 3
+    fresh = await NativeEngine(model).generate(branch, Sampling(8, seed=3), "a")
+    assert answer.token_ids == fresh.token_ids
+    assert answer.logprobs == pytest.approx(fresh.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("keep_cache", [False, True])
+async def test_a_released_session_is_forgotten_by_an_update(keep_cache: bool) -> None:
+    engine = NativeEngine(make_model(), keep_cache=keep_cache)
+    await engine.generate(prompt(40), Sampling(3, seed=1), "a")
+    await engine.release("a")
+    await engine.update_weights(None, 1)
+    engine.reset_stats()
+    await engine.generate(prompt(40), Sampling(3, seed=1), "a")
+    assert engine.stats()["prompt_tokens_computed"] == 40
+
+
+def test_released_sessions_give_their_slots_away_before_others_are_evicted() -> None:
+    table = SessionTable(4)
+
+    def begin(name: str) -> Session:
+        session = table.acquire(name)
+        assert session is not None
+        session.num_cached = 1
+        table.finish(session)
+        return session
+
+    slots = {name: begin(name).slot for name in "abc"}
+    for name in "ab":
+        table.release(name)
+    assert begin("d").slot == 3
+    assert begin("e").slot == slots["a"], "it was released first"
+    assert begin("b").slot == slots["b"], "its contents are still there"
+    assert begin("f").slot == slots["c"]
+    assert table.evictions == 1
+    for _ in range(3):
+        table.release("f")
+        assert begin("f").slot == slots["c"]
+    alone = SessionTable(64)
+    for number in range(10):
+        session = alone.acquire(str(number))
+        assert session is not None
+        assert session.slot <= 1, "one episode after the other takes no further slots"
+        alone.finish(session)
+        alone.release(str(number))

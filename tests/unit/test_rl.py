@@ -6,6 +6,7 @@ import copy
 import json
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -113,7 +114,7 @@ class Bench:
 
     async def run(self, settings: RLSettings = SETTINGS) -> None:
         limits = {"a": LIMITS, "b": replace(LIMITS, max_new_tokens=9)}
-        hooks = Hooks(self.record, self.learned, self.log, self.after_step)
+        hooks = Hooks(self.record, self.learned, self.log, self.after_step, nullcontext)
         await train_rl(self.state, self, self.collect, self.publish, limits, settings, hooks, seed=11)
 
 
@@ -394,6 +395,7 @@ async def test_the_whole_loop_learns_to_count(overlap: int) -> None:
         lambda *_: None,
         lambda step, metrics: rows.append(copy.copy(metrics)),
         nothing,
+        nullcontext,
     )
     learner = RLLearner(model, settings, 1.0)
     await train_rl(state, learner, real.collect, publish, {"counting": LIMITS}, settings, hooks, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ async def learn(learner: Any, played: list[tuple[str, int, list[float]]], rl: RL
 
     horizon = make_horizon(HorizonSettings(kind="fixed", turns=(8,)))
     state = RLState(TaskSource({"toy": [1, 2, 3, 4]}, seed=1), {"toy": horizon})
-    hooks = Hooks(lambda *_: None, lambda *_: None, lambda _, metrics: rows.append(metrics), nothing)
+    hooks = Hooks(lambda *_: None, lambda *_: None, lambda _, metrics: rows.append(metrics), nothing, nullcontext)
     await train_rl(state, learner, collect, nothing, LIMITS, rl, hooks, seed=5)
     return rows
 

@@ -147,7 +147,7 @@ class EnginePolicy:
         return tokenized if len(self._prompt(messages, tokenized)) <= limits.max_context else new_messages
 
     def take_session(self, other: EnginePolicy) -> None:
-        """Continue in the engine's session of an episode that has ended and was not closed, which holds a prefix."""
+        """Continue in the engine's session of an episode that has ended, whose cache may still hold a prefix."""
         self._session_id = other._session_id
 
     async def close(self) -> None:

@@ -56,8 +56,8 @@ class Path:
     """K + 1: the answers to reset and to every reply; K if the last step failed or the last reply was cut."""
     copies: list[object | None]
     """One per step: a copy of the environment after it, or None."""
-    policy: EnginePolicy | None = None
-    """Policy that was not closed, so that a branch can take its session of the engine."""
+    policy: Policy | None = None
+    """Its policy, if a branch can take over its session of the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +124,13 @@ class TreeSession(SessionWrapper):
             )
 
 
-class PathPolicy:
-    """A policy that on a branch repeats the shared replies before it answers itself.
+class BranchPolicy:
+    """A policy that repeats the shared replies of a branch before it answers itself.
 
     Repeated replies have ids and no log-probabilities, so a shared turn is trained on, and counted, in its parent only.
-    The end of the episode does not close an EnginePolicy.
     """
 
-    def __init__(self, policy: Policy, messages: Sequence[Message] = (), turns: int = 0) -> None:
+    def __init__(self, policy: Policy, messages: Sequence[Message], turns: int) -> None:
         self._policy = policy
         self._shared: list[Reply] = []
         observation: list[Message] = []
@@ -155,8 +154,7 @@ class PathPolicy:
         return self._policy.unanswered(messages, observation, limits)
 
     async def close(self) -> None:
-        if not isinstance(self._policy, EnginePolicy):
-            await self._policy.close()
+        await self._policy.close()
 
 
 @dataclass(slots=True)
@@ -240,18 +238,8 @@ class TreeCollector(Collector):
         return [Group(task, trajectories) for task, trajectories in zip(tasks, groups, strict=True)]
 
     async def _group(self, task: Task, limits: Limits, seed: int, index: int) -> list[Trajectory]:
-        trees = [_Tree() for _ in range(self._branching.roots)]
-        try:
-            return await self._grow_all(trees, task, limits, seed, index)
-        finally:
-            for path in [path for tree in trees for path in tree.paths]:
-                if path.policy is not None:
-                    await path.policy.close()
-
-    async def _grow_all(
-        self, trees: list[_Tree], task: Task, limits: Limits, seed: int, index: int
-    ) -> list[Trajectory]:
         shape, played = self._branching, []
+        trees = [_Tree() for _ in range(shape.roots)]
         growing: list[tuple[_Tree, Branch | None]] = [(tree, None) for tree in trees]
         members = range(shape.roots)
         for number in range(shape.depth + 1):
@@ -282,27 +270,23 @@ class TreeCollector(Collector):
     ) -> list[Path]:
         """Play all attempts at one path."""
         sessions: list[TreeSession] = []
-        open_policies: list[EnginePolicy] = []
+        policies: list[Policy] = []
 
         def start(env: EnvSession, policy: Policy) -> tuple[EnvSession, Policy]:
             sessions.append(TreeSession(env, branch))
-            if isinstance(policy, EnginePolicy):
-                open_policies.append(policy)
+            policies.append(policy)
             if branch is None:
-                return sessions[-1], PathPolicy(policy)
-            if isinstance(policy, EnginePolicy) and branch.path.policy is not None:
+                return sessions[-1], policy
+            if isinstance(policy, EnginePolicy) and isinstance(branch.path.policy, EnginePolicy):
                 policy.take_session(branch.path.policy)
                 branch.path.policy = None
-            return sessions[-1], PathPolicy(policy, branch.path.trajectory.messages, branch.turn)
+            return sessions[-1], BranchPolicy(policy, branch.path.trajectory.messages, branch.turn)
 
         parent = ("", 0) if branch is None else (branch.path.trajectory.id, branch.turn)
-        kept = None
-        try:
-            *failed, last = await self._play_attempts(task, limits, seed, index, member, start, parent)
-            if open_policies and last.stop is not StopReason.ERROR:
-                kept = open_policies.pop()
-        finally:
-            for policy in open_policies:
-                await policy.close()
+        *failed, last = await self._play_attempts(task, limits, seed, index, member, start, parent)
         paths = [Path(trajectory, [], []) for trajectory in failed]  # never branched
-        return [*paths, Path(last, sessions[-1].steps, sessions[-1].copies, kept) if sessions else Path(last, [], [])]
+        if not sessions:
+            return [*paths, Path(last, [], [])]
+        # A reply that was cut off may still be pending in its session.
+        policy = policies[-1] if last.stop is not StopReason.TIMEOUT else None
+        return [*paths, Path(last, sessions[-1].steps, sessions[-1].copies, policy)]

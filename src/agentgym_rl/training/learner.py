@@ -22,6 +22,7 @@ from agentgym_rl.training.device.optimizer import (
     clip,
     collecting,
     gradients,
+    load_state,
     make_optimizer,
     step,
 )
@@ -128,7 +129,7 @@ class Updater:
                 "the checkpoint has another kind of optimizer than this run, because of another model.dtype: "
                 "resume with the one that it was written with"
             )
-        self._optimizer.load_state_dict(saved)
+        load_state(self._optimizer, saved, self.settings)
         self.updates = state["updates"]
 
 

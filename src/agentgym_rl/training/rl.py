@@ -7,7 +7,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -50,7 +50,7 @@ class Hooks:
     """Receives a finished step's metrics."""
     after_step: Callable[[int], Awaitable[None]]
     """Saves checkpoints and runs evaluations."""
-    learning: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
+    learning: Callable[[], AbstractAsyncContextManager[None]]
     """Makes a context for an update and its publication. Episodes of later steps may be under way in it."""
 
 

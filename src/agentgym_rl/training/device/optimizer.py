@@ -9,6 +9,8 @@ float32 moments and a float32 copy would take 14.
 from __future__ import annotations
 
 import math
+import mmap
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -54,6 +56,14 @@ def step(optimizer: torch.optim.AdamW | MasterAdamW, settings: OptimizerSettings
         _step_in_parts(optimizer)
 
 
+def load_state(optimizer: torch.optim.AdamW | MasterAdamW, state: dict[str, Any], settings: OptimizerSettings) -> None:
+    """Load a state. With `offload_moments`, moments are moved to the host."""
+    optimizer.load_state_dict(state)
+    if settings.offload_moments and not isinstance(optimizer, MasterAdamW):
+        for moments in optimizer.state.values():
+            _move_moments(moments, "cpu")
+
+
 def _step_in_parts(optimizer: torch.optim.AdamW) -> None:
     parameters = [p for p in optimizer.param_groups[0]["params"] if p.grad is not None]
     gradients = [p.grad for p in parameters]
@@ -92,9 +102,18 @@ def _parts(parameters: Sequence[Any]) -> Iterator[list[int]]:
 
 
 def _on_host(tensor: Any) -> Any:
-    """Return the tensor on the host, pinned for copies to and from a GPU unless it is sharded."""
-    moved = tensor.to("cpu")
-    return moved.pin_memory() if tensor.is_cuda and not hasattr(tensor, "to_local") else moved
+    """Return the tensor on the host, page-locked for copies to and from a GPU unless it is sharded.
+
+    `pin_memory()` would round the size up to a power of two.
+    """
+    if not tensor.is_cuda or hasattr(tensor, "to_local"):
+        return tensor.to("cpu")
+    memory = mmap.mmap(-1, tensor.nbytes)
+    host = torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
+    runtime = torch.cuda.cudart()
+    torch.cuda.check_error(int(runtime.cudaHostRegister(host.data_ptr(), tensor.nbytes, 0)))
+    weakref.finalize(memory, runtime.cudaHostUnregister, host.data_ptr())
+    return host.copy_(tensor)
 
 
 @contextmanager
@@ -307,7 +326,7 @@ class MasterAdamW:
         self._moments = [(kept(first.to(device)), kept(second.to(device))) for first, second in state["moments"]]
         self.updates = state["updates"]
         if self._rest is not None:
-            self._rest.load_state_dict(state["rest"])
+            load_state(self._rest, state["rest"], self._settings)
 
     def master(self) -> list[Tensor]:
         """Return the float32 values of the bf16 parameters."""

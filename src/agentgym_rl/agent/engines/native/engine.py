@@ -95,6 +95,7 @@ class NativeEngine:
         self._may_step, self._nothing_runs = asyncio.Event(), asyncio.Event()
         self._may_step.set()
         self._nothing_runs.set()
+        self._pauses = 0
         self._closed = False
         self.reset_stats()
 
@@ -132,7 +133,9 @@ class NativeEngine:
         with the new weights, and with a recomputed KV cache unless `keep_cache`."""
         if source is not None:
             load_in_place(self._model, source)
-        if not self._keep_cache:
+        if self._keep_cache:
+            self._sessions.forget_released()
+        else:
             self._sessions.invalidate()
         self._updates += 1
         self.version = version
@@ -141,11 +144,14 @@ class NativeEngine:
     async def paused(self) -> AsyncIterator[None]:
         """Sample nothing inside, so that shared weights can be changed in place. Requests wait."""
         self._may_step.clear()
+        self._pauses += 1
         try:
             await self._nothing_runs.wait()
             yield
         finally:
-            self._may_step.set()
+            self._pauses -= 1
+            if not self._pauses:
+                self._may_step.set()
 
     async def sleep(self) -> None:
         """Free the memory of the KV cache until the next request. Pending replies finish first."""
