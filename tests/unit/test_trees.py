@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import pytest
@@ -123,6 +125,7 @@ async def play(
     engine: SeededEngine | None = None,
     limits: Limits = LIMITS,
     pool: RemotePool | None = None,
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Group]:
     pool = pool or LocalPool({"counting": env})  # type: ignore[assignment]
     engine = engine or SeededEngine()
@@ -130,7 +133,7 @@ async def play(
     def policy(session: EnvSession, seed: int) -> EnginePolicy:
         return EnginePolicy(engine, RENDERER, Sampling(1, seed=seed), instruction=session.instruction)  # type: ignore[arg-type]
 
-    collect = TreeCollector(branching, pool, policy, branching.roots, 4, prefix="train-")
+    collect = TreeCollector(branching, pool, policy, branching.roots, 4, prefix="train-", **options)
     groups = await collect(TASKS, limits, 7)
     assert pool.num_open == 0
     await pool.close()
@@ -185,6 +188,30 @@ async def test_a_branch_finds_its_prefix_in_the_native_engine(monkeypatch: pytes
     ]
     assert len(branches) == 6
     assert computed[1] - computed[0] == sum(shared_tokens) - len(branches), "the last token is computed for its logits"
+
+
+class Hanging(SeededEngine):
+    """Answers each session twice, and then never."""
+
+    def __init__(self) -> None:
+        super().__init__(("up",))
+        self.asked: list[str] = []
+
+    async def generate(self, prompt_ids: list[int], sampling: Sampling, session: str) -> Completion:
+        self.asked.append(session)
+        if self.asked.count(session) > 2:
+            await asyncio.Event().wait()
+        return await super().generate(prompt_ids, sampling, session)
+
+
+async def test_no_branch_takes_a_session_with_a_pending_reply() -> None:
+    engine = Hanging()
+    options = {"episode_timeout_s": 1.5, "on_timeout": "truncate"}
+    groups = await play(Branching(roots=2, branches=1, depth=1), Unending, engine, options=options)
+    played = [t for group in groups for t in group.trajectories]
+    assert {t.stop for t in played} == {StopReason.TIMEOUT}
+    assert any(t.parent for t in played)
+    assert max(engine.asked.count(session) for session in engine.asked) <= 3, "nobody asks where a reply is pending"
 
 
 async def test_a_path_has_the_prompts_that_a_chain_would_have() -> None:
