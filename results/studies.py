@@ -385,6 +385,9 @@ def long_context(seeds: list[int] | None) -> list[Job]:
 STALENESS_BOUNDS = (0, 1, 2, 4)
 """Steps that groups may be old at most, in the study of asynchronous groups."""
 
+LONG_EPISODES = ("horizon.kind=fixed", "horizon.turns=[50]", "agent.max_context=6144", "rl.keep_cache=true")
+"""Settings under which the slowest episode of a step takes many times as long as the median."""
+
 
 def asynchronous(seeds: list[int] | None) -> list[Job]:
     """Return the quickstart with each bound of staleness."""
@@ -407,18 +410,31 @@ def asynchronous_textcraft(seeds: list[int] | None) -> list[Job]:
 
 
 def asynchronous_babyai(seeds: list[int] | None) -> list[Job]:
+    """Return SmolLM2-135M on BabyAI with 50 turns, synchronous and with two steps of staleness. It needs one GPU.
+
+    After a short imitation most episodes end early, and a synchronous step waits for the longest one.
+    """
+    settings = (f"model.path={{{PRETRAINED}}}", "warm_start.episodes=1024", "warm_start.sft.epochs=1", "rl.steps=40")
+    settings += (*LONG_EPISODES, "agent.concurrency=512", "eval.every=10", "eval.max_turns=50")
+    run = Job(name="async-babyai", arm="", task="babyai", seed=0, recipe="smollm2/babyai.toml", arguments=settings)
+    return [
+        stale(bound, replace(run, seed=seed)) for seed in (seeds if seeds is not None else range(1)) for bound in (0, 2)
+    ]
+
+
+def qwen_asynchronous(seeds: list[int] | None) -> list[Job]:
     """Return Qwen2.5-Coder-1.5B after imitation on BabyAI with 50 turns, synchronous and with two steps of staleness.
 
-    After imitation most episodes end early, and a synchronous step waits for the longest one. It needs one GPU.
+    It needs one GPU.
     """
-    settings = ("horizon.kind=fixed", "horizon.turns=[50]", "agent.max_context=6144", "agent.concurrency=256")
+    settings = (*LONG_EPISODES, "agent.concurrency=256", "rl.steps=30", "eval.every=30")
     jobs: list[Job] = []
     for seed in seeds if seeds is not None else range(1):
         start = Job(name=f"async-sft-{seed}", arm="SFT", task="babyai", seed=seed, recipe="qwen/babyai-sft.toml")
         jobs.append(replace(start, arguments=(f"model.path={{{PRETRAINED}}}",)))
-        arguments = (f"model.path={{{start.name}}}", *settings, "rl.steps=30", "eval.every=30", "rl.keep_cache=true")
-        run = Job(name="async-babyai", arm="", task="babyai", seed=seed, recipe="qwen/babyai.toml")
-        jobs += [stale(bound, replace(run, arguments=arguments)) for bound in (0, 2)]
+        run = Job(name="qwen-async-babyai", arm="", task="babyai", seed=seed, recipe="qwen/babyai.toml")
+        run = replace(run, arguments=(f"model.path={{{start.name}}}", *settings))
+        jobs += [stale(bound, run) for bound in (0, 2)]
     return jobs
 
 
@@ -532,6 +548,7 @@ STUDIES: dict[str, Callable[[list[int] | None], list[Job]]] = {
     "asynchronous": asynchronous,
     "asynchronous-textcraft": asynchronous_textcraft,
     "asynchronous-babyai": asynchronous_babyai,
+    "qwen-asynchronous": qwen_asynchronous,
     "trees": trees,
     "qwen-trees": qwen_trees,
     "debate": debate,
