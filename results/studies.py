@@ -410,15 +410,18 @@ def asynchronous_textcraft(seeds: list[int] | None) -> list[Job]:
 
 
 def asynchronous_babyai(seeds: list[int] | None) -> list[Job]:
-    """Return SmolLM2-135M on BabyAI with 50 turns, synchronous and with two steps of staleness. It needs one GPU.
+    """Return SmolLM2-135M on BabyAI with 50 turns, synchronous and with bounds of staleness. It needs one GPU.
 
     After a short imitation most episodes end early, and a synchronous step waits for the longest one.
     """
-    settings = (f"model.path={{{PRETRAINED}}}", "warm_start.episodes=1024", "warm_start.sft.epochs=1", "rl.steps=40")
-    settings += (*LONG_EPISODES, "agent.concurrency=512", "eval.every=10", "eval.max_turns=50")
+    start = ("warm_start.episodes=512", "warm_start.sft.epochs=1", "warm_start.sft.optimizer.warmup_steps=4")
+    lengths = (*LONG_EPISODES, "agent.concurrency=512", "rl.steps=32", "eval.every=16", "eval.max_turns=50")
+    settings = (f"model.path={{{PRETRAINED}}}", *start, *lengths)
     run = Job(name="async-babyai", arm="", task="babyai", seed=0, recipe="smollm2/babyai.toml", arguments=settings)
     return [
-        stale(bound, replace(run, seed=seed)) for seed in (seeds if seeds is not None else range(1)) for bound in (0, 2)
+        stale(bound, replace(run, seed=seed))
+        for seed in (seeds if seeds is not None else range(1))
+        for bound in (0, 2, 4)
     ]
 
 

@@ -119,6 +119,15 @@ def part_of(frame: FrameType | None) -> str:
     return "other"
 
 
+def longest(kernels: Iterable[tuple[str, float]], count: int = 24) -> list[dict[str, Any]]:
+    """Return the names with the largest sums of seconds, and how often each ran."""
+    seconds, runs = Counter[str](), Counter[str]()
+    for name, duration in kernels:
+        seconds[name[:80]] += duration  # type: ignore[assignment]
+        runs[name[:80]] += 1
+    return [{"name": name, "s": round(total, 4), "runs": runs[name]} for name, total in seconds.most_common(count)]
+
+
 def busy_share(intervals: Iterable[tuple[int, int]]) -> dict[str, Any]:
     """Return how long at least one of the intervals (start and end in ns) runs, and the gaps between them."""
     ordered = sorted(intervals)
@@ -247,6 +256,7 @@ class Measured:
             events = self._profiler.profiler.kineto_results.events()
             on_device = [e for e in events if e.device_type() == torch.autograd.DeviceType.CUDA]
             self.device = busy_share((e.start_ns(), e.start_ns() + e.duration_ns()) for e in on_device)
+            self.device["kernels"] = longest((e.name(), e.duration_ns() / 1e9) for e in on_device)
 
 
 async def measure(options: argparse.Namespace, recipe: str, episodes: int) -> Measured:

@@ -163,6 +163,8 @@ def test_busy_time_counts_overlapping_kernels_once_and_host_time_is_split(monkey
     busy = run.busy_share([(5 * ms, 7 * ms), (0, 4 * ms), (1 * ms, 2 * ms), (27 * ms, 28 * ms)])
     assert (busy["busy_s"], busy["span_s"]) == pytest.approx((0.007, 0.028))
     assert busy["gaps_s"] == pytest.approx({"<10ms": 0.001, "more": 0.02})
+    kernels = run.longest([("norm", 0.5), ("product", 0.75), ("norm", 0.5)])
+    assert kernels == [{"name": "norm", "s": 1.0, "runs": 2}, {"name": "product", "s": 0.75, "runs": 1}]
 
     def frame(*files: str) -> SimpleNamespace | None:
         innermost = None

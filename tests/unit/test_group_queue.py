@@ -18,7 +18,6 @@ from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.errors import EngineError
 from agentgym_rl.run.local_engine import native_engine
-from agentgym_rl.training.group_queue import GroupQueue, QueuedGroup
 from agentgym_rl.training.horizon import make_horizon
 from agentgym_rl.training.rl import Hooks, RLState, train_rl
 from agentgym_rl.training.rl_learner import RLLearner
@@ -63,55 +62,19 @@ async def test_no_group_is_older_than_the_bound_and_none_is_thrown_away(bound: i
     assert all(row["time/wait_s"] <= row["time/step_s"] for row in bench.rows)
 
 
-async def test_each_task_is_learned_from_as_often_as_in_a_synchronous_run() -> None:
+async def test_a_step_has_the_same_tasks_as_a_synchronous_one() -> None:
     class Recording(Uneven):
-        tasks: tuple[str, ...] = ()
+        tasks: tuple[list[str], ...] = ()
 
         def record(self, step: int, groups: list[Group]) -> None:
             super().record(step, groups)
-            self.tasks += tuple(group.task.key for group in groups)
+            self.tasks += (sorted(group.task.key for group in groups),)
 
     synchronous, asynchronous = Recording(), Recording()
     synchronous.collect = partial(Bench.collect, synchronous)  # type: ignore[method-assign]
     await synchronous.run()
     await asynchronous.run(replace(SETTINGS, max_staleness=3))
-    assert sorted(asynchronous.tasks) == sorted(synchronous.tasks)
-
-
-async def test_a_step_takes_groups_that_are_due_and_then_those_that_ended_first() -> None:
-    ends = {item: asyncio.Event() for item in range(6)}
-
-    async def collect(tasks: list[Task], limits: Limits, seed: int) -> list[Group]:
-        await ends[int(tasks[0].item)].wait()
-        return [Group(tasks[0], [])]
-
-    async def end(*items: int) -> None:
-        for item in items:
-            ends[item].set()
-            await asyncio.sleep(0.01)
-
-    async def taken(step: int) -> list[str]:
-        return [group.task.item for group in await queue.take(2, step)]
-
-    groups = [QueuedGroup(Task("keydoor", str(item)), 4, seed=item, due=item // 2) for item in range(6)]
-    async with GroupQueue(collect, {"keydoor": LIMITS}, groups) as queue:
-        queue.play()
-        first = asyncio.create_task(taken(0))
-        await end(5, 4, 1)
-        assert not first.done()  # group 0 is due
-        await end(0)
-        assert await first == ["0", "1"]
-        second = asyncio.create_task(taken(1))
-        await end(2, 3)
-        assert await second == ["2", "3"]  # both are due, although 4 and 5 had ended before
-        assert await taken(2) == ["4", "5"]
-    groups = [QueuedGroup(Task("keydoor", str(item)), 4, seed=item, due=2 + item // 2) for item in range(6)]
-    ends.update({item: asyncio.Event() for item in range(6)})
-    async with GroupQueue(collect, {"keydoor": LIMITS}, groups) as queue:
-        queue.play()
-        await end(5, 3, 1)
-        assert await taken(0) == ["3", "5"]  # none is due: the first to end, in the order of their start
-        assert [queued.task.item for queued in groups] == ["0", "1", "2", "4"]
+    assert asynchronous.tasks == synchronous.tasks
 
 
 async def test_groups_under_way_are_played_again_after_a_resume_and_ended_ones_are_kept() -> None:

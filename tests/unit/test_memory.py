@@ -272,11 +272,16 @@ def test_loading_is_estimated_as_it_was_measured() -> None:
     assert on_each_host(large, 8)["host, loading"].total < 1.3 * 2 * SHAPES["32B"].count
 
 
-@pytest.mark.parametrize(("size", "rank"), [("7B", 0), ("32B", 16)])
-def test_a_step_of_a_large_model_is_estimated_as_it_was_measured(size: str, rank: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "rank", "who"), [("7B", 0, "ours"), ("7B", 0, "ours, offloaded"), ("32B", 16, "ours")]
+)
+def test_a_step_of_a_large_model_is_estimated_as_it_was_measured(size: str, rank: int, who: str) -> None:
     lines = json.loads((Path(__file__).parents[2] / "results/benchmarks/gpu_large.json").read_text())["measured"]
-    (measured,) = [line["memory_gib"] for line in lines if f"-{size.lower()}" in line["case"]]
+    lines = [line for line in lines if f"-{size.lower()}" in line["case"] and line["who"] == who]
+    (measured,) = [line["memory_gib"] for line in lines]
     step = Demand(SHAPES[size], 2, checkpoint_activations=True, micro_batch_tokens=4096, sessions=64, context=4096)
+    if who == "ours, offloaded":
+        step = replace(step, offload_moments=True, offload_activations=True)
     if rank:
         step = replace(step, trained=_adapter_parameters(SHAPES[size], rank))
     estimate = on_each_device(step)["device"].total / GIB

@@ -333,6 +333,28 @@ async def test_launches_grow_with_the_usual_reply() -> None:
     assert runner.longest_launch == LAUNCH_STEPS[1], "long replies should take the longest launches"
 
 
+async def test_launches_are_shorter_while_guesses_come_true() -> None:
+    class Guessing(StepwiseRunner):
+        """Every step gives four tokens."""
+
+        steps: tuple[int, ...] = ()
+
+        def launch(self, steps: int) -> DoneLaunch:
+            launch = super().launch(4 * steps)
+            launch.steps = steps
+            self.steps += (steps,)
+            return launch
+
+    model = make_model()
+    runner = Guessing(model, 4)
+    engine = NativeEngine(model, max_sessions=4, runner=runner)
+    expected = await NativeEngine(model).generate(prompt(5), Sampling(64, temperature=0), "a")
+    assert (await engine.generate(prompt(5), Sampling(64, temperature=0), "a")).token_ids == expected.token_ids
+    assert runner.steps[0] == 8, "before any guess is known, an eighth of the usual 64 tokens"
+    await engine.generate(prompt(6), Sampling(64, temperature=0), "b")
+    assert set(runner.steps[2:]) == {2}, "an eighth of 64 tokens at four tokens a step"
+
+
 async def test_a_launch_is_started_before_the_one_before_it_is_read() -> None:
     engine = launching(make_model())
     runner: Any = engine._runner

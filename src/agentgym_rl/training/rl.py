@@ -270,12 +270,11 @@ async def _take_step(step: int, state: RLState, queue: GroupQueue, settings: RLS
     while state.started_steps < min(settings.steps, step + settings.max_staleness + 1):
         for index, task in enumerate(state.tasks.take(settings.groups_per_step)):
             group_seed = derive_seed(seed, "rollout", state.started_steps, "group", index)
-            turns = state.horizons[task.env].turns
-            queue.groups.append(QueuedGroup(task, turns, group_seed, due=state.started_steps))
+            queue.groups.append(QueuedGroup(task, state.horizons[task.env].turns, group_seed))
         state.started_steps += 1
     queue.play()
     with rare_collections():
-        state.played = await queue.take(settings.groups_per_step, step)
+        state.played = await queue.take(settings.groups_per_step)
     state.played_s = time.perf_counter() - started
 
 

@@ -79,6 +79,9 @@ class NativeEngine:
         self._launches = hasattr(runner, "launch")
         self._waiter = ThreadPoolExecutor(1, "native-engine") if self._launches else None
         self._usual_reply = 64.0
+        """Tokens of an average reply."""
+        self._tokens_per_step = 1.0
+        """Tokens of a row and a step in the last launch: more than 1 if guesses came true."""
         self._flights: deque[Flight] = deque()
         self._rows: list[Request] = []
         """Rows on the device, in order. Rows that ended are among them until the next launch."""
@@ -347,10 +350,10 @@ class NativeEngine:
         kept = [index for index, request in enumerate(self._rows) if request in self._running]
         runner.arrange(kept, decode_rows)
         self._rows = [*(self._rows[index] for index in kept), *new]
-        steps = min(max(request.tokens_left for request in self._rows), self._launch_steps())
+        launch = runner.launch(min(max(request.tokens_left for request in self._rows), self._launch_steps()))
         for request in self._rows:
-            request.running_steps += steps
-        self._flights.append(Flight(runner.launch(steps), self._rows, self._updates, self.version))
+            request.running_steps += launch.steps
+        self._flights.append(Flight(launch, self._rows, self._updates, self.version))
         self._nothing_runs.clear()
 
     def _prefill(self, new: list[Request]) -> list[DecodeRow]:
@@ -391,6 +394,8 @@ class NativeEngine:
             self._nothing_runs.set()
         self._stats["steps"] += flight.launch.steps
         num_done = 0
+        if counts := [len(new) for new in tokens if len(new) >= flight.launch.steps]:  # the others ended early
+            self._tokens_per_step = sum(counts) / len(counts) / flight.launch.steps
         for request in flight.requests:
             request.running_steps -= flight.launch.steps
         for request, new, values in zip(flight.requests, tokens, logprobs, strict=True):
@@ -447,7 +452,7 @@ class NativeEngine:
 
     def _launch_steps(self) -> int:
         minimum, maximum = LAUNCH_STEPS
-        return min(maximum, max(minimum, round(self._usual_reply / LAUNCHES_PER_REPLY)))
+        return min(maximum, max(minimum, round(self._usual_reply / self._tokens_per_step / LAUNCHES_PER_REPLY)))
 
     async def _prefill_early(self) -> None:
         """Compute the prompts of requests that follow delivered replies, so that the device works while the host

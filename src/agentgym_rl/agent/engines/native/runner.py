@@ -91,7 +91,7 @@ class LaunchRunner(Protocol):
         leave them, then new ones. Launches may be running."""
 
     def launch(self, steps: int) -> Launch:
-        """Start `steps` steps for those rows. Two launches may run at once."""
+        """Start at most `steps` steps for those rows. Two launches may run at once."""
 
     def clear(self, slot: int) -> None: ...
 

@@ -26,9 +26,9 @@ from agentgym_rl.errors import EngineError
 BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 MAX_TOKENS = 64
 """Tokens that a row may sample in one launch."""
-DRAFT_ROWS, DRAFT_WIDTH = 32, 4
-"""A step for at most DRAFT_ROWS rows computes DRAFT_WIDTH tokens of each: the last and guesses after it. For few rows
-such a step mostly reads weights, so that guesses cost little."""
+DRAFT_TOKENS, MAX_DRAFT_WIDTH = 128, 8
+"""A step computes the last token of each row and guesses after it: up to MAX_DRAFT_WIDTH tokens of a row, and up to
+DRAFT_TOKENS in all. With few tokens such a step mostly reads weights, so that guesses cost little."""
 PREFILL_TOKENS = 16384
 """Tokens of one prefill pass."""
 PREFILL_SIZES = (64, 128, 256, 384, 512, 768, 1024, 1280, 1536, 2048)
@@ -225,8 +225,10 @@ class CapturedRunner:
 
     @torch.no_grad()
     def launch(self, steps: int) -> CapturedLaunch:
-        """Start steps for the rows of `arrange`. Two launches may run at once."""
-        step = self._step(bucket_for(len(self._uses_top_p)), any(self._uses_top_p))
+        """Start at most `steps` steps for the rows of `arrange`. Two launches may run at once."""
+        bucket = bucket_for(len(self._uses_top_p))
+        steps = min(steps, MAX_TOKENS // draft_width(bucket))
+        step = self._step(bucket, any(self._uses_top_p))
         self._captured.write_adapter_rows()
         self._outputs[2 * MAX_TOKENS].zero_()
         for _ in range(steps):
@@ -268,7 +270,7 @@ class CapturedRunner:
             self._inputs[POSITION].zero_()
             self._inputs[DONE].fill_(1)
             state, picks = self._state(bucket), self._picks(bucket)
-            history, width = self._history, DRAFT_WIDTH if bucket <= DRAFT_ROWS else 1
+            history, width = self._history, draft_width(bucket)
             self._graphs[key] = self._capture(
                 lambda: self._captured.decode(state, picks, history, with_top_p=with_top_p, width=width)
             )
@@ -342,3 +344,8 @@ class CapturedRunner:
 def bucket_for(num_rows: int) -> int:
     """Return the batch size with which a step for so many rows is captured."""
     return next((bucket for bucket in BUCKETS if bucket >= num_rows), -(-num_rows // 256) * 256)
+
+
+def draft_width(bucket: int) -> int:
+    """Return how many tokens of each row a step for so many rows computes."""
+    return max(1, min(MAX_DRAFT_WIDTH, DRAFT_TOKENS // bucket))
