@@ -11,8 +11,11 @@ QWEN = {
     "babyai": {"short": 6, "middle": 13, "long": 20, "per_stage": 50},
     "searchqa": {"short": 5, "middle": 8, "long": 10, "per_stage": 50},
     "sciworld": {"short": 10, "middle": 20, "long": 30, "per_stage": 40},
+    "webarena": {"short": 8, "middle": 12, "long": 15, "per_stage": 30},
 }
 """Horizons of the paper and steps per stage, by environment."""
+TOGETHER = ("textcraft", "babyai", "searchqa", "sciworld")
+"""Environments of recipes/qwen/together.toml. WebArena needs a browser beside the GPU."""
 QWEN_HORIZONS = {
     "staged": ("horizon.kind=stepwise", "horizon.turns=[{short}, {middle}, {long}]"),
     "fixed-long": ("horizon.kind=fixed", "horizon.turns=[{long}]"),
@@ -28,10 +31,11 @@ QWEN_PLAY = {
     "babyai": ("--style", "react", "--max-new-tokens", "128", "--max-context", "4096"),
     "searchqa": ("--style", "act", "--max-new-tokens", "192", "--max-context", "6144"),
     "sciworld": ("--style", "react", "--max-new-tokens", "128", "--max-context", "6144"),
+    "webarena": ("--style", "react", "--max-new-tokens", "128", "--max-context", "12288"),
 }
 """Settings of recipes/qwen, for models without a run and for agents of another environment."""
-QWEN_SAMPLES = {"textcraft": 4, "babyai": 4, "searchqa": 2, "sciworld": 2}
-"""Samples per item: the suite has 100, 90, 300 (without TriviaQA and Bamboogle) and 200 items."""
+QWEN_SAMPLES = {"textcraft": 4, "babyai": 4, "searchqa": 2, "sciworld": 2, "webarena": 4}
+"""Samples per item. The suite has 100, 90, 300 (no TriviaQA, no Bamboogle) and 200 items, and the built-in sites 50."""
 QWEN_SIZES = {"135M": f"{PRETRAINED}-135M", "0.5B": f"{PRETRAINED}-0.5B", "1.5B": PRETRAINED}
 """Placeholders of the models of claim C: SmolLM2-135M-Instruct and Qwen2.5-Coder-0.5B- and -1.5B-Instruct."""
 
@@ -97,11 +101,11 @@ def qwen_generalisation(seeds: list[int] | None) -> list[Job]:
         recipe, settings = "qwen/together.toml", (f"model.path={{{PRETRAINED}}}",)
         together = Job(name=f"qwen-together-{seed}", arm="together", task="all", seed=seed, recipe=recipe)
         jobs.append(replace(together, arguments=settings))
-        jobs += [_on_scenario(together, task) for task in QWEN]
-        for trained_on in QWEN:
+        jobs += [_on_scenario(together, task) for task in TOGETHER]
+        for trained_on in TOGETHER:
             run = qwen_run(trained_on, "staged", seed)
             jobs.append(run)
-            jobs += [_on_scenario(run, task) for task in QWEN if task != trained_on]
+            jobs += [_on_scenario(run, task) for task in TOGETHER if task != trained_on]
     return jobs
 
 

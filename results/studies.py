@@ -542,6 +542,7 @@ STUDIES: dict[str, Callable[[list[int] | None], list[Job]]] = {
     "qwen-babyai": partial(qwen, "babyai", 3),
     "qwen-searchqa": partial(qwen, "searchqa", 3),
     "qwen-sciworld": partial(qwen, "sciworld", 2),
+    "qwen-webarena": partial(qwen, "webarena", 1),
     "qwen-generalisation": qwen_generalisation,
     "qwen-interaction": qwen_interaction,
     "teachers": teachers,
