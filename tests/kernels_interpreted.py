@@ -254,6 +254,8 @@ def check_drafts(width: int) -> None:
 
 async def guessed_replies() -> None:
     """A greedy model that repeats itself: some guesses come true, and every token is that of the CPU engine."""
+    widths = [captured_runner.draft_width(rows) for rows in (1, 16, 32, 48, 64, 96, 1024)]
+    assert widths == [8, 8, 4, 2, 2, 1, 1]
     model = make("llama", num_attention_heads=2, num_key_value_heads=1, head_dim=32, num_hidden_layers=1)
     device, host = captured(model, 2, 128), NativeEngine(model, max_sessions=2)
     ids = prompt(6) * 3

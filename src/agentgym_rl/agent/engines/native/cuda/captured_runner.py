@@ -347,5 +347,7 @@ def bucket_for(num_rows: int) -> int:
 
 
 def draft_width(bucket: int) -> int:
-    """Return how many tokens of each row a step for so many rows computes."""
-    return max(1, min(MAX_DRAFT_WIDTH, DRAFT_TOKENS // bucket))
+    """Return how many tokens of each row a step for so many rows computes: a power of two, so that few kernels are
+    compiled."""
+    width = max(1, min(MAX_DRAFT_WIDTH, DRAFT_TOKENS // bucket))
+    return 1 << (width.bit_length() - 1)
