@@ -199,7 +199,7 @@ async def test_an_interrupted_native_engine_samples_no_token_until_it_has_a_vers
 
 
 def sent_state(name: str, made: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights for engines, as run/rank.py does for vLLM and for the native engine."""
+    """Yield the weights for engines, as run/rank.py does for native engines."""
     yield from lora.merged(made.model, whole_state(made.model)) if "lora" in name else whole_state(made.model)
 
 

@@ -163,7 +163,8 @@ class Rank:
             return None
         dtype = self._dtype if engine.dtype == "auto" else getattr(torch, engine.dtype)
         adapter = lora.policy_tensors(self._model) if self._sends_adapter else ()
-        probe = probe_model(self._model, dtype, sent_dtype=self._dtype, adapter=adapter)
+        device = self._ranks.device(self._model)
+        probe = probe_model(self._model, dtype, sent_dtype=self._dtype, adapter=adapter, device=device)
         self._release_device()
         return probe
 

@@ -75,10 +75,12 @@ def probe_model(
     token_ids: Sequence[int] | None = None,
     sent_dtype: torch.dtype | None = None,
     adapter: Iterable[tuple[str, torch.Tensor]] = (),
+    device: torch.device | None = None,
 ) -> Probe:
     """Return a probe: tokens from all over the vocabulary with the model's scores, and checksums of some tensors. They
     are rounded to `sent_dtype` and then `engine_dtype` (default: the model's type). `adapter`: the tensors that are
-    sent instead of the weights, not rounded; without it, weights of a model with adapters are not compared."""
+    sent instead of the weights, not rounded; without it, weights of a model with adapters are not compared. `device`:
+    that of the model's passes, if its weights are elsewhere."""
     _require_exact_frequencies(model)
     weight = model.get_input_embeddings().weight
     checksums, shapes = {}, {}
@@ -88,7 +90,7 @@ def probe_model(
     if token_ids is None:
         vocabulary = min(weight.shape[0], model.config.vocab_size)
         token_ids = [(7 + 7919 * n) % vocabulary for n in range(PROBE_TOKENS)]
-    ids = torch.tensor([list(token_ids)], device=weight.device)
+    ids = torch.tensor([list(token_ids)], device=device or weight.device)
     training = model.training
     model.eval()
     try:
