@@ -102,6 +102,14 @@ def test_turns_and_tries_of_each_size_are_listed() -> None:
     assert "| staged 0.5B | 50.0%, 100 | 50.0%, 200 | 50.0%, 400 |" in text
 
 
+def test_published_agents_have_no_number_on_the_built_in_sites() -> None:
+    lines = paper.main_table([*RECORDS, evaluation("base", 0.1, task="webarena")])
+    assert lines[0].endswith("| Web, built-in sites |")
+    published = [line for line in lines if "(published)" in line]
+    assert len(published) == len(paper.PUBLISHED)
+    assert all(line.endswith("% |  |") for line in published)
+
+
 def test_transfers_form_a_matrix_with_the_own_scenario_marked() -> None:
     transfers = [evaluation("trained on textcraft", 0.3, task="babyai"), evaluation("together", 0.4)]
     lines = paper.generalisation_table(transfers, RECORDS)

@@ -37,7 +37,7 @@ OPTIONS = (
     # temperatures would otherwise differ between runs.
     "-XX:+UnlockExperimentalVMOptions",
     "-XX:hashCode=2",
-    "-Djava.net.preferIPv4Stack=true",  # the gateway listens on 127.0.0.1, and some containers have no IPv6
+    "-Djava.net.preferIPv4Stack=true",  # the gateway listens on 127.0.0.1
     "--add-opens=java.base/java.util=ALL-UNNAMED",  # the state of the random generator, see simulator.py
 )
 MAX_WORLDS = 256
