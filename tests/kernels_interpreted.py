@@ -111,16 +111,27 @@ async def wide() -> None:
 
 
 async def out_of_memory() -> None:
+    """Check replies with a smaller cache. Capturing runs a step: it must not look at slots that the cache no longer
+    has."""
     model = make("llama", num_attention_heads=2, num_key_value_heads=1, head_dim=32)
     device = captured(model, 2)
-    await device.generate(prompt(8), Sampling(2, seed=1), "a")
-    cache: Any = device._runner.cache  # type: ignore[union-attr]
-    cache._zeros = without_memory_once(cache)
+    steps: Any = device._runner
+    seen = []
+    state = steps._state
+    steps._state = lambda bucket: (
+        seen.append((int(steps._inputs[captured_runner.SLOT].max()), steps.cache.max_slots)),
+        state(bucket),
+    )[1]
+    await asyncio.gather(*(device.generate(prompt(8, i), Sampling(2, seed=1), f"a{i}") for i in range(2)))
+    assert int(steps._inputs[captured_runner.SLOT].max()) == 1
+    steps.cache._zeros = without_memory_once(steps.cache)
     with pytest.warns(UserWarning, match=r"ran out of memory .* 1 sequences run at once"):
         await device.generate(prompt(120), Sampling(2, seed=1), "b")
     for length in (20, 120):
         completion = await device.generate(prompt(length), Sampling(1, seed=1), str(length))
         assert gap(model, prompt(length), completion) < 1e-4
+    assert seen[-1][1] == 1
+    assert all(slot < slots for slot, slots in seen), seen
 
 
 async def slept() -> None:

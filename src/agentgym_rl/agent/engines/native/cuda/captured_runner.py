@@ -265,9 +265,10 @@ class CapturedRunner:
         key = ("decode", bucket, with_top_p)
         if key not in self._graphs:
             rows = self._inputs.clone()
-            # Capturing runs a step. Finished rows still read their position, which an earlier row may have left beyond
-            # a smaller cache.
+            # Capturing runs a step. Finished rows still use their slot and position, which an earlier row may have left
+            # beyond a smaller cache.
             self._inputs[POSITION].zero_()
+            self._inputs[SLOT].zero_()
             self._inputs[DONE].fill_(1)
             state, picks = self._state(bucket), self._picks(bucket)
             history, width = self._history, draft_width(bucket)
