@@ -409,35 +409,20 @@ def asynchronous_textcraft(seeds: list[int] | None) -> list[Job]:
     ]
 
 
-def asynchronous_babyai(seeds: list[int] | None) -> list[Job]:
-    """Return SmolLM2-135M on BabyAI with 50 turns, synchronous and with bounds of staleness. It needs one GPU.
-
-    After a short imitation most episodes end early, and a synchronous step waits for the longest one.
-    """
-    start = ("warm_start.episodes=512", "warm_start.sft.epochs=1", "warm_start.sft.optimizer.warmup_steps=4")
-    lengths = (*LONG_EPISODES, "agent.concurrency=512", "rl.steps=32", "eval.every=16", "eval.max_turns=50")
-    settings = (f"model.path={{{PRETRAINED}}}", *start, *lengths)
-    run = Job(name="async-babyai", arm="", task="babyai", seed=0, recipe="smollm2/babyai.toml", arguments=settings)
-    return [
-        stale(bound, replace(run, seed=seed))
-        for seed in (seeds if seeds is not None else range(1))
-        for bound in (0, 2, 4)
-    ]
-
-
 def qwen_asynchronous(seeds: list[int] | None) -> list[Job]:
-    """Return Qwen2.5-Coder-1.5B after imitation on BabyAI with 50 turns, synchronous and with two steps of staleness.
+    """Return Qwen2.5-Coder-1.5B after a short imitation on BabyAI with 50 turns, 32 episodes a step, synchronous and with
+    bounds of staleness. It needs one GPU.
 
-    It needs one GPU.
+    Most episodes end early, and a synchronous step waits for the longest one.
     """
-    settings = (*LONG_EPISODES, "agent.concurrency=256", "rl.steps=30", "eval.every=30")
+    settings = (*LONG_EPISODES, "rl.groups_per_step=4", "agent.concurrency=256", "rl.steps=60", "eval.every=20")
     jobs: list[Job] = []
     for seed in seeds if seeds is not None else range(1):
         start = Job(name=f"async-sft-{seed}", arm="SFT", task="babyai", seed=seed, recipe="qwen/babyai-sft.toml")
-        jobs.append(replace(start, arguments=(f"model.path={{{PRETRAINED}}}",)))
+        jobs.append(replace(start, arguments=(f"model.path={{{PRETRAINED}}}", "data.episodes=192", "sft.epochs=1")))
         run = Job(name="qwen-async-babyai", arm="", task="babyai", seed=seed, recipe="qwen/babyai.toml")
         run = replace(run, arguments=(f"model.path={{{start.name}}}", *settings))
-        jobs += [stale(bound, run) for bound in (0, 2)]
+        jobs += [stale(bound, run) for bound in (0, 2, 4)]
     return jobs
 
 
@@ -551,7 +536,6 @@ STUDIES: dict[str, Callable[[list[int] | None], list[Job]]] = {
     "long-context": long_context,
     "asynchronous": asynchronous,
     "asynchronous-textcraft": asynchronous_textcraft,
-    "asynchronous-babyai": asynchronous_babyai,
     "qwen-asynchronous": qwen_asynchronous,
     "trees": trees,
     "qwen-trees": qwen_trees,

@@ -105,9 +105,17 @@ async def qwen3() -> None:
 
 
 async def wide() -> None:
-    """Check the path of wide models, whose matrix products come from the library."""
-    with patch.object(forward_passes, "NARROW", 0):
+    """Check the path of wide models with many rows, whose matrix products come from the library."""
+    with patch.multiple(forward_passes, NARROW=0, FEW_ROWS=0, qkv=None):
         await two_turns(make("qwen3", num_attention_heads=2, num_key_value_heads=2, head_dim=32))
+
+
+async def wide_and_few() -> None:
+    """Check that wide models have fused products for few rows."""
+    with patch.multiple(forward_passes, NARROW=0, _product=None):
+        model = make("qwen3", num_attention_heads=2, num_key_value_heads=2, head_dim=32)
+        completion = await captured(model, 1, 64).generate(prompt(1), Sampling(4, seed=1), "a")
+        assert gap(model, prompt(1), completion) < 1e-4
 
 
 async def out_of_memory() -> None:
@@ -203,7 +211,7 @@ def expected_drafts(history: list[int], width: int) -> list[int]:
 
 
 async def drafts() -> None:
-    for width in (2, 4, 8):
+    for width in (2, 4, 8, 16):
         check_drafts(width)
 
 
@@ -222,7 +230,7 @@ def check_drafts(width: int) -> None:
         token=torch.tensor([tokens[-1] for tokens in histories]),
         position=torch.tensor(lengths) - 1,
         slot=torch.arange(rows),
-        remaining=torch.tensor([9, 9, 9, 9, 9, 9, 2, 9]),
+        remaining=torch.tensor([20, 20, 20, 20, 20, 20, 2, 20]),
         seed=column,
         done=torch.tensor([0, 0, 0, 0, 0, 0, 0, 1]),
         temperature=column.double(),
@@ -249,7 +257,7 @@ def check_drafts(width: int) -> None:
             sampled.tokens[0, row * width + 1] = 78
     sampled.tokens[0, 4 * width] = 999
     picks = Picks(
-        torch.zeros((8, rows), dtype=torch.int32), torch.zeros((8, rows)), torch.zeros(rows, dtype=torch.int32)
+        torch.zeros((16, rows), dtype=torch.int32), torch.zeros((16, rows)), torch.zeros(rows, dtype=torch.int32)
     )
     accept(found, sampled, state, picks, stored, width)
     for row, guess in enumerate(guesses):
@@ -259,14 +267,14 @@ def check_drafts(width: int) -> None:
         assert picks.tokens[: picks.counts[row], row].tolist() == wanted, (row, guess, all_sampled)
         assert stored[row, lengths[row] : lengths[row] + len(wanted)].tolist() == wanted
         assert int(state.position[row]) == lengths[row] - 1 + len(wanted)
-        assert bool(state.done[row]) == (row in (4, 7) or len(wanted) >= (2 if row == 6 else 9))
+        assert bool(state.done[row]) == (row in (4, 7) or len(wanted) >= (2 if row == 6 else 20))
     assert int(picks.counts[5]) == 1 + len(guesses[5]) == width
 
 
 async def guessed_replies() -> None:
     """A greedy model that repeats itself: some guesses come true, and every token is that of the CPU engine."""
-    widths = [captured_runner.draft_width(rows) for rows in (1, 16, 32, 48, 64, 96, 1024)]
-    assert widths == [8, 8, 4, 2, 2, 1, 1]
+    widths = [captured_runner.draft_width(rows) for rows in (1, 16, 32, 48, 64, 96, 128, 192)]
+    assert widths == [16, 16, 8, 4, 4, 2, 2, 1]
     model = make("llama", num_attention_heads=2, num_key_value_heads=1, head_dim=32, num_hidden_layers=1)
     device, host = captured(model, 2, 128), NativeEngine(model, max_sessions=2)
     ids = prompt(6) * 3
@@ -327,7 +335,7 @@ def run(*checks: Callable[[], Any]) -> None:
     by_name = {check.__name__: check for check in checks}
     for name in sys.argv[1:] or by_name:
         # Guesses take many times as long to interpret.
-        with patch.object(captured_runner, "MAX_DRAFT_WIDTH", 8 if name == "guessed_replies" else 1):
+        with patch.object(captured_runner, "MAX_DRAFT_WIDTH", 16 if name == "guessed_replies" else 1):
             asyncio.run(by_name[name]())
         print(f"{name}: good", flush=True)
 
@@ -338,6 +346,7 @@ if __name__ == "__main__":
         llama,
         qwen3,
         wide,
+        wide_and_few,
         out_of_memory,
         slept,
         bucketed,

@@ -26,7 +26,7 @@ from agentgym_rl.errors import EngineError
 BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 MAX_TOKENS = 64
 """Tokens that a row may sample in one launch."""
-DRAFT_TOKENS, MAX_DRAFT_WIDTH = 128, 8
+DRAFT_TOKENS, MAX_DRAFT_WIDTH = 256, 16
 """A step computes the last token of each row and guesses after it: up to MAX_DRAFT_WIDTH tokens of a row, and up to
 DRAFT_TOKENS in all. With few tokens such a step mostly reads weights, so that guesses cost little."""
 PREFILL_TOKENS = 16384

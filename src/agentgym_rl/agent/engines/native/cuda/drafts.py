@@ -59,19 +59,17 @@ def draft_kernel(
         same = same & (tl.load(source + offs - 1, mask=inside, other=-1) == before)
         third = same & (offs >= 2) & (tl.load(source + offs - 2, mask=inside & (offs >= 2), other=-2) == before_that)
         best = tl.maximum(best, tl.max(tl.where(third, offs + LONGER, tl.where(same, offs, -1)), 0))
+    index = tl.arange(0, WIDTH)
     match = best % LONGER
-    target = row * WIDTH
-    tl.store(out_token + target, last.to(tl.int64))
-    tl.store(out_position + target, now.to(tl.int64))
+    num_known = tl.minimum(tl.where(best >= 0, now - match, 0), left - 1)
+    is_guess = index > 0
+    known = is_guess & (index <= num_known)
+    guess = tl.load(source + match + index, mask=known, other=0)
+    target = row * WIDTH + index
+    tl.store(out_token + target, tl.where(is_guess, guess, last).to(tl.int64))
+    tl.store(out_position + target, tl.where(known, now + index, now).to(tl.int64))
     tl.store(out_slot + target, place)
-    tl.store(out_done + target, is_done)
-    for index in tl.static_range(1, WIDTH):
-        known = (best >= 0) & (match + index <= now) & (left > index)
-        guess = tl.load(source + match + index, mask=known, other=0)
-        tl.store(out_token + target + index, guess.to(tl.int64))
-        tl.store(out_position + target + index, tl.where(known, now + index, now).to(tl.int64))
-        tl.store(out_slot + target + index, place)
-        tl.store(out_done + target + index, tl.where(known, is_done, 1).to(tl.int64))
+    tl.store(out_done + target, tl.where(is_guess & (known == 0), 1, is_done).to(tl.int64))
 
 
 @triton.jit
@@ -102,35 +100,28 @@ def accept_kernel(
         now = tl.load(position + row)
         left = tl.load(remaining + row)
         count = tl.load(out_counts + row)
-        last = tl.load(token + row)
-        target = history + tl.load(slot + row) * history_stride
-        offs_s = tl.arange(0, STOPS)
-        stop_ids = tl.load(stops + offs_s * stops_stride + row)
-        going = last == last  # true; a scalar of the loop's type
-        ended = last != last
-        for index in tl.static_range(WIDTH):
-            place = row * WIDTH + index
-            if index > 0:
-                going = going & (tl.load(drafted_done + place) == 0) & (tl.load(drafted + place) == last)
-            new = tl.load(picked + place, mask=going, other=0).to(tl.int64)
-            logprob = tl.load(picked_logprobs + place, mask=going, other=0.0)
-            tl.store(out_tokens + count * out_stride + row, new.to(tl.int32), mask=going)
-            tl.store(out_logprobs + count * out_stride + row, logprob, mask=going)
-            tl.store(target + now + 1, new.to(tl.int32), mask=going)
-            step = going.to(tl.int64)
-            count += step.to(tl.int32)
-            now += step
-            left -= step
-            last = tl.where(going, new, last)
-            hits = tl.sum((stop_ids == new).to(tl.int32), 0)
-            stopped = going & ((hits > 0) | (left <= 0) | (logprob != logprob))
-            ended = ended | stopped
-            going = going & (stopped == 0)
-        tl.store(out_counts + row, count)
-        tl.store(token + row, last)
-        tl.store(position + row, now)
-        tl.store(remaining + row, left)
-        tl.store(done + row, ended.to(tl.int64))
+        index = tl.arange(0, WIDTH)
+        place = row * WIDTH + index
+        new = tl.load(picked + place)
+        logprob = tl.load(picked_logprobs + place)
+        stop_ids = tl.load(stops + tl.arange(0, STOPS) * stops_stride + row)
+        stops_here = tl.sum((stop_ids[:, None] == new[None, :]).to(tl.int32), 0) > 0
+        ends = stops_here | (left <= index + 1) | (logprob != logprob)
+        first_end = tl.min(tl.where(ends, index, WIDTH), 0)
+        before = tl.load(picked + place - 1, mask=index > 0, other=0)
+        guessed = (tl.load(drafted_done + place) == 0) & (tl.load(drafted + place) == before)
+        first_miss = tl.min(tl.where((index > 0) & (guessed == 0), index, WIDTH), 0)
+        num_new = tl.minimum(first_end + 1, first_miss)
+        kept = index < num_new
+        target = (count + index) * out_stride + row
+        tl.store(out_tokens + target, new, mask=kept)
+        tl.store(out_logprobs + target, logprob, mask=kept)
+        tl.store(history + tl.load(slot + row) * history_stride + now + 1 + index, new, mask=kept)
+        tl.store(out_counts + row, count + num_new)
+        tl.store(token + row, tl.sum(tl.where(index == num_new - 1, new, 0), 0).to(tl.int64))
+        tl.store(position + row, now + num_new)
+        tl.store(remaining + row, left - num_new)
+        tl.store(done + row, (first_end < num_new).to(tl.int64))
 
 
 def draft(state: RowState, history: torch.Tensor, width: int) -> RowState:
