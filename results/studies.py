@@ -410,8 +410,8 @@ def asynchronous_textcraft(seeds: list[int] | None) -> list[Job]:
 
 
 def qwen_asynchronous(seeds: list[int] | None) -> list[Job]:
-    """Return Qwen2.5-Coder-1.5B after a short imitation on BabyAI with 50 turns, 32 episodes a step, synchronous and with
-    bounds of staleness. It needs one GPU.
+    """Return Qwen2.5-Coder-1.5B after a short imitation on BabyAI with 50 turns, 32 episodes a step: synchronous, and
+    with bounds of staleness. It needs one GPU.
 
     Most episodes end early, and a synchronous step waits for the longest one.
     """
