@@ -7,6 +7,7 @@
     │   └── EnvUnavailable its server cannot be reached or is full
     ├── EngineError        an engine failed to sample
     ├── ProgramError       an external agent's program failed: the episode ends as `error`, is recorded and retried
+    ├── DeviceFull         the device has no memory for a pass of the learner: change settings and resume
     ├── DiskFull           the disk has no space for data that the run needs: free some space and resume
     └── WorkerLost         a process died that the run needs: resume
 
@@ -43,6 +44,10 @@ class EngineError(AgentGymError):
 
 class ProgramError(AgentGymError):
     """An external agent's program failed."""
+
+
+class DeviceFull(AgentGymError):
+    """The device has no memory for a pass of the learner."""
 
 
 class DiskFull(AgentGymError):

@@ -28,7 +28,7 @@ from training_for_tests import (
 )
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from agentgym_rl.errors import ConfigError
+from agentgym_rl.errors import ConfigError, DeviceFull
 from agentgym_rl.training.batch import Batch
 from agentgym_rl.training.device import packed
 from agentgym_rl.training.learner import Imitator, Updater, freeze
@@ -241,6 +241,25 @@ def test_a_step_without_an_update_reports_the_same_policy_metrics() -> None:
     assert {"entropy/mean", "mismatch/abs", "mismatch/kl", "mismatch/turn_1"} <= set(seen)
     assert seen == pytest.approx({name: learned[name] for name in seen}, rel=1e-5)
     assert policy_metrics([]) == {}
+
+
+@pytest.mark.parametrize("minibatches", [1, 2], ids=["update", "score"])
+def test_a_pass_that_does_not_fit_the_device_says_what_to_change(
+    minibatches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two updates the log-probabilities before them are computed first, in passes of their own."""
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 144.00 MiB. GPU 0 has ...")
+
+    rl = replace(SETTINGS, minibatches=minibatches)
+    learner = RLLearner(tiny_model(1), rl, 1.0)
+    batch = prepared(learner, ONE_BATCH, rl)
+    for sample in batch.samples:
+        sample.old_logprobs = []
+    monkeypatch.setattr("agentgym_rl.training.rl_learner.action_logprobs", full)
+    with pytest.raises(DeviceFull, match=r"allocate 144.00 MiB\). Lower the optimizer's micro_batch_tokens"):
+        learner.score(batch.samples) if minibatches > 1 else learner.learn(batch, 0)
 
 
 def test_the_policy_waits_while_the_critic_warms_up() -> None:

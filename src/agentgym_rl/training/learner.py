@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from agentgym_rl.errors import ConfigError
+from agentgym_rl.errors import ConfigError, DeviceFull
 from agentgym_rl.training.batch import token_weights
 from agentgym_rl.training.device.host_activations import HostActivations
 from agentgym_rl.training.device.optimizer import (
@@ -94,7 +94,7 @@ class Updater:
         """Sum the gradients of all micro-batches, clip them, and make one optimizer step."""
         self.model.train()
         totals: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self.device))
-        with collecting(self._optimizer, several=len(batches) > 1) as after_pass:
+        with self.advising(), collecting(self._optimizer, several=len(batches) > 1) as after_pass:
             for number, batch in enumerate(batches, start=1):
                 self.ranks.before_pass(self.model, last=number == len(batches))
                 with self._saved_activations():
@@ -116,6 +116,20 @@ class Updater:
         self.updates += 1
         summed = self.ranks.sum_over_ranks({name: float(t) for name, t in totals.items()})
         return summed | {"grad/norm": float(norm), "lr": lr, "skipped": skipped}
+
+    @contextmanager
+    def advising(self) -> Iterator[None]:
+        """Say what to change if passes do not fit the device."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            reason = str(error).split(". GPU")[0]
+            raise DeviceFull(
+                f"a pass of up to {self.settings.micro_batch_tokens} tokens, or of one longer sample, does not fit the "
+                f"device ({reason}). Lower the optimizer's micro_batch_tokens or agent.max_context, or set its "
+                "checkpoint_activations, offload_activations or offload_moments, and go on with --resume. "
+                "agentgym-rl doctor counts what a recipe needs"
+            ) from error
 
     def state(self) -> dict[str, Any]:
         return {"optimizer": self._optimizer.state_dict(), "updates": self.updates}

@@ -81,24 +81,29 @@ class RLLearner(Updater):
         ]
         if not (old or self._reference or self._teacher or self.critic) or not self.ranks.max_over_ranks(len(pending)):
             return
-        for micro in self.micro_batches(pending, [0.0] * len(pending)):
-            rows = [pending[i] for i in micro.indices]
-            if old:
-                self.model.eval()
-                with torch.no_grad():
-                    logprobs_A, entropy_A = action_logprobs(self.model, micro, self._temperature)
-                _put(rows, "old_logprobs", micro.by_row(logprobs_A))
-                _put(rows, "entropies", micro.by_row(entropy_A))
-            for name, frozen in (("reference_logprobs", self._reference), ("teacher_logprobs", self._teacher)):
-                if frozen is not None and not policy_only:
-                    with frozen() as other, torch.no_grad():
-                        logprobs_A, _ = action_logprobs(other, micro, self._temperature)
-                    _put(rows, name, micro.by_row(logprobs_A))
-            if self.critic is not None and not policy_only:
-                values_A, last_B = self.critic.values(micro)
-                _put(rows, "values", micro.by_row(values_A))
-                for sample, value in zip(rows, last_B.tolist(), strict=True):
-                    sample.last_value = value
+        with self.advising():
+            for micro in self.micro_batches(pending, [0.0] * len(pending)):
+                self._score_pass(micro, [pending[i] for i in micro.indices], old, policy_only)
+
+    def _score_pass(self, micro: MicroBatch, rows: list[Sample], old: bool, policy_only: bool) -> None:
+        if old:
+            self.model.eval()
+            with torch.no_grad():
+                logprobs_A, entropy_A = action_logprobs(self.model, micro, self._temperature)
+            _put(rows, "old_logprobs", micro.by_row(logprobs_A))
+            _put(rows, "entropies", micro.by_row(entropy_A))
+        if policy_only:
+            return
+        for name, frozen in (("reference_logprobs", self._reference), ("teacher_logprobs", self._teacher)):
+            if frozen is not None:
+                with frozen() as other, torch.no_grad():
+                    logprobs_A, _ = action_logprobs(other, micro, self._temperature)
+                _put(rows, name, micro.by_row(logprobs_A))
+        if self.critic is not None:
+            values_A, last_B = self.critic.values(micro)
+            _put(rows, "values", micro.by_row(values_A))
+            for sample, value in zip(rows, last_B.tolist(), strict=True):
+                sample.last_value = value
 
     def learn(self, batch: Batch, seed: int) -> dict[str, float]:
         """Make epochs x minibatches updates on one step's samples. `seed` orders the minibatches."""
