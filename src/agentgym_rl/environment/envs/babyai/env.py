@@ -9,7 +9,7 @@ from agentgym_rl.environment.envs.babyai import levels
 from agentgym_rl.environment.envs.babyai.field_of_view import Move, View, look
 from agentgym_rl.environment.envs.babyai.oracle import Oracle
 from agentgym_rl.environment.envs.babyai.picture import draw
-from agentgym_rl.environment.envs.babyai.state import state_key
+from agentgym_rl.environment.envs.babyai.state import open_cells, state_key
 from agentgym_rl.environment.envs.babyai.text import (
     CHECK_ACTIONS,
     INSTRUCTION,
@@ -38,6 +38,7 @@ class BabyAI:
         levels.minigrid_levels()  # fails now if minigrid is missing, not at the first episode
         self._item = -1
         self._level: Any = None
+        self._open_cells: list[int] = []
         self._oracle: Oracle
         self._view: View
         self._menu: dict[str, tuple[Move, ...]] = {}
@@ -62,6 +63,7 @@ class BabyAI:
         if not any(item in split for split in self.splits.values()):
             raise IndexError(f"babyai has items 0 to {self.splits['train'].stop - 1}, got {item}")
         self._level = levels.fresh_level(item)
+        self._open_cells = open_cells(self._level)
         self._item = item
         self._oracle = Oracle(self._level)
         self._done = False
@@ -94,7 +96,7 @@ class BabyAI:
     def state_key(self) -> str:
         """Return a key of the grid, the agent, the carried object and the mission progress, without the steps left."""
         self._require_level()
-        return f"{self._item}:{state_key(self._level)}"
+        return f"{self._item}:{state_key(self._level, self._open_cells)}"
 
     def render(self) -> str:
         """Return an SVG of the whole grid, with the agent's view highlighted and the mission below."""

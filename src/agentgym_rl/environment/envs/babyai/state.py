@@ -6,10 +6,15 @@ import hashlib
 from typing import Any
 
 
-def state_key(level: Any) -> str:
-    """Return a key of grid, agent, carried object and mission progress. Walls never change and are left out."""
+def open_cells(level: Any) -> list[int]:
+    """Return the cells that can hold something: walls never change."""
+    return [cell for cell, thing in enumerate(level.grid.grid) if thing is None or thing.type != "wall"]
+
+
+def state_key(level: Any, inner: list[int]) -> str:
+    """Return a key of grid, agent, carried object and mission progress. `inner` is the result of `open_cells`."""
     cells: list[Any] = level.grid.grid
-    place_of = {id(thing): cell for cell, thing in enumerate(cells) if thing is not None and thing.type != "wall"}
+    place_of = {id(cells[cell]): cell for cell in inner if cells[cell] is not None}
     if level.carrying is not None:
         place_of[id(level.carrying)] = -1
     parts = [
