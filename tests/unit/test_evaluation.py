@@ -175,6 +175,26 @@ def test_pass_at_k_and_mean_over_several_samples() -> None:
     assert cell["success_errors_as_failures"] == pytest.approx(0.25)
 
 
+def test_attempts_of_style_reflect_are_reported_by_horizon() -> None:
+    """Three turns: an attempt, a reflection, an attempt. Item 3 is cut off in its first attempt."""
+
+    def played(item: int, *tries: bool, turns: int = 3) -> Record:
+        episode = trajectory(item, [0.0] * turns, StopReason.DONE if tries else StopReason.MAX_TURNS)
+        for turn, success in zip((0, 2), tries, strict=False):
+            episode.infos[turn] |= {"attempt_success": success}
+        return record_of(episode, 0, 0, ("A/a",), None)
+
+    tried = attempts(played(0, False, True), played(1, True, turns=1), played(2, True, False), played(3))
+    short, whole = results([plan("A", "a", range(4))], tried, 1, [2, 3], None)
+    shares = whole["tasks"]["A/a"]["attempts"]
+    values = {name: share["value"] for name, share in shares.items()}
+    assert values == {"attempt 1": 0.5, "attempt 2": 0.5, "wrong → right": 0.25, "right → wrong": 0.25}
+    assert shares["attempt 1"]["low"] == pytest.approx(0.1500, abs=1e-3)  # Wilson of 2 in 4
+    assert [share["value"] for share in short["tasks"]["A/a"]["attempts"].values()] == [0.5, 0.0, 0.0]
+    (plain,) = results([plan("A", "a", range(1))], attempts(record(0, WON)), 1, None, None)
+    assert "attempts" not in plain["tasks"]["A/a"]
+
+
 def test_cost_includes_failed_attempts() -> None:
     usage = [Tokens(1000, 100, 400, reported=True)]
     tried = attempts(

@@ -23,6 +23,8 @@ class Outcome:
     reward: float
     turns: int
     truncated: bool
+    tries: tuple[bool, ...] = ()
+    """Success of every attempt of style reflect that ended; empty in other styles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,8 @@ class Record:
     error: str
     seconds: float
     columns: tuple[str, ...]
+    tries: tuple[tuple[int, bool], ...] = ()
+    """Last turn, from 1, and success of every attempt of style reflect."""
 
     @property
     def key(self) -> tuple[str, int, int]:
@@ -56,10 +60,12 @@ class Record:
     def at_horizon(self, max_turns: int) -> Outcome | None:
         """Return the outcome with `max_turns` allowed, or None if the episode failed before."""
         if self.answered > max_turns or (self.failed and self.answered == max_turns):
-            return Outcome(False, math.fsum(self.rewards[:max_turns]), max_turns, True)
+            tries = tuple(success for turn, success in self.tries if turn <= max_turns)
+            return Outcome(False, math.fsum(self.rewards[:max_turns]), max_turns, True, tries)
         if self.failed:
             return None
-        return Outcome(self.success, math.fsum(self.rewards), len(self.rewards), self.stop.truncated)
+        tries = tuple(success for _, success in self.tries)
+        return Outcome(self.success, math.fsum(self.rewards), len(self.rewards), self.stop.truncated, tries)
 
     def tokens_at_horizon(self, max_turns: int) -> tuple[Tokens, ...]:
         return (self.tokens or ())[:max_turns]
@@ -89,6 +95,11 @@ def record_of(
         trajectory.error or "",
         trajectory.seconds,
         tuple(columns),
+        tuple(
+            (turn, bool(info["attempt_success"]))
+            for turn, info in enumerate(trajectory.infos, start=1)
+            if "attempt_success" in info
+        ),
     )
 
 

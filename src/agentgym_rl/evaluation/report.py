@@ -270,13 +270,16 @@ def _numbers(entry: Entry) -> Grid:
     columns = [name for name in dict.fromkeys(rates) if name != "pass@1"]
     with_tokens = any(cell["prompt_tokens"] is not None for cell in played.values())
     with_cost = any(cell["cost_usd"] is not None for cell in played.values())
-    headings = ["", "items", "episodes", "errors", *columns, "reward", "turns"]
+    tried = [name for cell in played.values() for name in cell.get("attempts", ())]
+    attempts = list(dict.fromkeys(tried))
+    headings = ["", "items", "episodes", "errors", *columns, *attempts, "reward", "turns"]
     headings += ["prompt\ntokens", "sampled\ntokens"] if with_tokens else []
     headings += ["cost"] if with_cost else []
     grid = Grid(entry.name, headings)
     for name, cell in played.items():
         row = [Cell(name), *(Cell(str(cell[count])) for count in ("items", "episodes", "errors"))]
         row += [_rate({"success": cell.get(column)}) for column in columns]
+        row += [_rate({"success": cell.get("attempts", {}).get(name)}) for name in attempts]
         row += [_reward(cell.get("reward")), _number(cell.get("turns"), 1)]
         if with_tokens:
             row += [_number(cell["prompt_tokens"], 0), _number(cell["sampled_tokens"], 0)]
