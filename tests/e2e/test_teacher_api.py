@@ -91,6 +91,7 @@ async def test_a_teacher_that_does_not_answer_ends_the_run_with_the_reason(
         overrides = (f"rl.distill.url={url}", "rl.distill.retries=0", f"rl.distill.timeout_s={timeout_s}")
         with pytest.raises(EngineError, match=message):
             await train(taught(tiny_qwen, teacher, *overrides), tmp_path / "run", console=quiet())
+    assert not list((tmp_path / "run" / "checkpoints").glob("*")), "it is asked before the first evaluation"
 
 
 def test_a_teacher_behind_an_api_needs_temperature_one(tiny_qwen: Path, teacher: Path) -> None:

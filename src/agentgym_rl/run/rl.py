@@ -13,7 +13,7 @@ from agentgym_rl.run.judging import CACHE_NAME, make_rewards
 from agentgym_rl.run.log import horizon_stages
 from agentgym_rl.run.run import Run
 from agentgym_rl.run.stopping import last_checkpoint, try_checkpoint
-from agentgym_rl.run.teaching import make_taught
+from agentgym_rl.run.teaching import Taught, require_same_tokens
 from agentgym_rl.training.checkpoint import checkpoint_path, list_checkpoints
 from agentgym_rl.training.doctor import Doctor
 from agentgym_rl.training.horizon import make_horizon
@@ -45,6 +45,9 @@ class RLRun(Run):
     async def begin(self, saved: dict[str, Any] | None) -> None:
         if self.backend.team is not None and saved is None:
             self.backend.team.league.restart()
+        distill = self.config.rl.distill
+        if distill is not None and distill.url is not None:
+            await require_same_tokens(distill, self.backend.renderer, self.backend.max_context)
         await super().begin(saved)
 
     async def train(self) -> None:
@@ -66,7 +69,7 @@ class RLRun(Run):
         learner = backend.learner
         if config.rl.distill is not None and config.rl.distill.url is not None:
             assert not isinstance(learner, RoleLearners)  # refused with [rl.distill]
-            learner = await make_taught(learner, config.rl.distill, backend.renderer, backend.max_context)
+            learner = Taught(learner, config.rl.distill)
         # The horizon replaces the 1 turn at every step.
         limits = {env.name: limits_of(config.agent, 1, backend.max_context, env) for env in config.environments}
         self._mark_resumable()

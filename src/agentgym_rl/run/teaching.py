@@ -44,12 +44,6 @@ class Taught:
         return self._learner.learn(batch, seed)
 
 
-async def make_taught(learner: Learner, settings: DistillSettings, renderer: Renderer, max_context: int) -> Taught:
-    """Return the learner with the teacher at `settings.url`, whose tokenizer must be the agent's."""
-    await require_same_tokens(settings, renderer, min(max_context, CHECKED_TOKENS))
-    return Taught(learner, settings)
-
-
 async def score_all(settings: DistillSettings, prompts: Sequence[list[int]]) -> list[tuple[list[float], list[str]]]:
     """Return what the server says about each prompt, `concurrency` at a time."""
     assert settings.url is not None
@@ -78,11 +72,12 @@ async def score_all(settings: DistillSettings, prompts: Sequence[list[int]]) -> 
         await client.close()
 
 
-async def require_same_tokens(settings: DistillSettings, renderer: Renderer, length: int) -> None:
+async def require_same_tokens(settings: DistillSettings, renderer: Renderer, max_context: int) -> None:
     """Raise ConfigError if an id of the agent's vocabulary is another token at the server.
 
     The server is asked about all ids. Tokens of a few bytes have no text of their own and are not compared.
     """
+    length = min(max_context, CHECKED_TOKENS)
     ids = sorted(renderer.tokenizer.get_vocab().values())
     # The server says nothing about a prompt's first token, so each prompt starts with the last of the one before it.
     bounds = [*range(0, len(ids) - 1, length - 1), len(ids) - 1]
