@@ -64,7 +64,7 @@ def _explain_load_errors(path: str, what: str) -> Iterator[str]:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         named = isinstance(error, OSError | ValueError | SafetensorError)
         reason = " ".join(lines[:2]) if named and lines else f"{type(error).__name__}: {' '.join(lines[:2])}"
-        raise ConfigError(f"model.path = {path!r}: the {what} cannot be loaded: {reason:.400}") from error
+        raise ConfigError(f"{path!r}: the {what} cannot be loaded: {reason:.400}") from error
 
 
 def action_logprobs(model: Any, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
