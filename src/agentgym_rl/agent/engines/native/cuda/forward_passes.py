@@ -21,9 +21,9 @@ from agentgym_rl.agent.engines.native.cuda.matmul_kernels import FEW_ROWS, add_p
 from agentgym_rl.agent.engines.native.cuda.packing import Packed
 from agentgym_rl.agent.engines.native.cuda.sample_kernels import Picks, RowState, pick
 
-NARROW = 1024
-"""Models up to this hidden size decode with the fused products only. For wider ones the library's are faster, except
-for FEW_ROWS without adapters, where the number of launches counts."""
+NARROW, MEDIUM = 1024, 2048
+"""Hidden sizes. Models up to the first decode with the fused products only. For wider ones the library's are faster,
+except for FEW_ROWS up to the second without adapters, where the number of launches counts."""
 NARROW_RANK = 64
 """Adapters of a higher rank are decoded with the library's products: the fused ones would need more registers."""
 
@@ -52,8 +52,9 @@ class CapturedModel:
         """Return for how many rows the fused products are used."""
         if self._embedding.dtype == torch.float16:
             return 0  # they read rows before normalization, whose range float16 cannot hold
-        if self._embedding.shape[1] > NARROW:
-            return 0 if self._adapters else FEW_ROWS
+        size = self._embedding.shape[1]
+        if size > NARROW:
+            return 0 if self._adapters or size > MEDIUM else FEW_ROWS
         return math.inf if all(adapter.rank <= NARROW_RANK for adapter in self._adapters) else 0
 
     @property
