@@ -86,7 +86,9 @@ def test_a_first_result_goes_from_the_teacher_to_records_without_paths(tiny_qwen
 
 def test_dagger_with_corrected_thoughts_runs(tiny_qwen: Path, tmp_path: Path) -> None:
     folder = run("dagger-thoughts-0", tiny_qwen, tmp_path)
-    assert read_metrics(folder / "metrics.jsonl")[0]["round/labelled"] > 0
+    first = read_metrics(folder / "metrics.jsonl")[0]
+    assert first["round/labelled"] > 0
+    assert "round/corrected" in first
 
 
 def test_a_judge_of_answers_pays_or_only_looks(

@@ -102,6 +102,7 @@ def test_settings_that_correction_cannot_use_are_refused() -> None:
         {"algorithm": "ppo"},
         {"credit": "turns"},
         {"kl_coef": 0.0},
+        {"overlong": "penalty", "kl_coef": 0.1},
         {"tree": TreeSettings()},
     )
     for changes in wrong:
@@ -109,6 +110,13 @@ def test_settings_that_correction_cannot_use_are_refused() -> None:
             RLSettings(correction=CorrectionSettings(), **changes)
     with pytest.raises(ValueError, match=r"set agent.style = 'reflect' and agent.retry = 'always'"):
         counting_config(rl__kl_coef=0.1, rl__correction={})
+    judged: dict[str, Any] = {
+        "agent__style": "reflect",
+        "agent__retry": "always",
+        "rewards": [{"kind": "length", "tokens": 9}],
+    }
+    with pytest.raises(ValueError, match=r"pays each attempt the environment's reward: remove \[\[rewards\]\]"):
+        counting_config(rl__kl_coef=0.1, rl__correction={}, agent__turns_per_attempt=1, **judged)
     too_short: dict[str, Any] = {"horizon__turns": [2], "agent__style": "reflect", "agent__retry": "always"}
     with pytest.raises(ValueError, match=r"compares 3 attempts .* needs a horizon of at least 5 turns, got 2"):
         counting_config(rl__kl_coef=0.1, rl__correction={}, agent__turns_per_attempt=1, **too_short)

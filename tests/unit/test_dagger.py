@@ -47,6 +47,18 @@ def test_agreeing_replies_share_a_sample_and_other_states_get_their_own() -> Non
     assert agreement(messages, parse_react) == 0.5  # the last reply is the oracle's own
 
 
+def test_two_replies_without_an_action_do_not_agree() -> None:
+    messages = [
+        Message("user", "a", [1]),
+        Message("assistant", "1 blaze rod", [2, 3], [-1.0, -1.0], advice="I went the wrong way."),
+    ]
+    (correction,) = labelled(Trajectory("t", Task("corridor", 0), messages), reply_ids, lambda reply: "")
+    assert correction.token_ids == [1, *reply_ids("I went the wrong way.")]
+    assert agreement(messages, lambda reply: "") == 0.0
+    acted = Message("assistant", "go", [2], [-1.0], advice="go")
+    assert agreement([*messages, acted], lambda reply: "go" if reply == "go" else "") == 1.0
+
+
 def test_an_episode_without_advice_gives_no_samples() -> None:
     messages = [Message("user", "a", [1]), Message("assistant", "go", [2], [-1.0])]
     assert labelled(Trajectory("t", Task("corridor", 0), messages), reply_ids, str) == []
@@ -115,4 +127,9 @@ def test_a_correction_starts_with_the_thought_that_led_to_another_action() -> No
     assert doubted.left_out == [(0, len(doubted.token_ids) - len(trained))]
     assert parse_react(renderer.decode(doubted.token_ids[2:])) == "craft planks"
     assert corrected("Action: x", advice) is None
+    for written in ("Thought : I need planks . Action : craft door", "\nI need planks.\nAction: craft door"):
+        text = corrected(written, advice)
+        assert text is not None
+        assert text[0].startswith("Thought: I need planks")
+        assert text[0].endswith(f" {CORRECTION} Planks are missing.\nAction: craft planks")
     assert corrected(advice, advice) is None

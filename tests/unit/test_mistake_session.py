@@ -22,6 +22,7 @@ from agentgym_rl.agent.styles import STYLES
 from agentgym_rl.commands.train import train
 from agentgym_rl.common.seeds import derive_seed
 from agentgym_rl.config import Config
+from agentgym_rl.config.sections import EnvironmentConfig
 from agentgym_rl.environment import catalog
 from agentgym_rl.environment.formats import action_format
 from agentgym_rl.environment.pool import LocalPool
@@ -32,6 +33,7 @@ from agentgym_rl.run.demonstrations import load_trajectories, play_demonstration
 from agentgym_rl.run.environments_pool import EnvironmentsPool
 from agentgym_rl.run.items import all_items
 from agentgym_rl.run.mistakes import CORRECTION, MistakeSession, Solutions, inject_mistakes
+from agentgym_rl.run.preflight import require_recovery
 from agentgym_rl.run.rounds import Round, read_round, write_round
 from agentgym_rl.run.start import prepare, word_tokenizer
 from agentgym_rl.training.conversations import convert, read_conversations
@@ -262,6 +264,12 @@ def invalid_configs() -> Iterator[tuple[dict[str, Any], str]]:
 def test_invalid_settings_of_mistakes_are_refused(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         Config.model_validate({"model": {"path": "x"}, "environments": [{"name": "keydoor"}], **changes})
+
+
+def test_an_environment_without_an_oracle_is_refused_by_dagger() -> None:
+    environment = EnvironmentConfig(name="gymnasium:FrozenLake-v1")
+    with pytest.raises(ConfigError, match="method = 'dagger' needs an oracle, and gymnasium:FrozenLake-v1 has none"):
+        require_recovery((environment,), "method = 'dagger'")
 
 
 async def test_mistakes_are_refused_for_an_oracle_that_cannot_recover(tmp_path: Path) -> None:

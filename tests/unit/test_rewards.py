@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -235,6 +236,22 @@ async def test_an_unreadable_answer_is_asked_for_again(server: JudgeServer, judg
     assert "cannot be read" in failed.error
 
 
+async def test_unreadable_answers_are_asked_for_again_after_a_resume(server: JudgeServer, tmp_path: Path) -> None:
+    judge, again = make_judge(server, tmp_path), None
+    server.unreadable = 2
+    ((failed,),) = await scored(Group(TASK, [episode("up")]), RUBRIC, judge=judge)
+    assert "cannot be read" in failed.error
+    again = make_judge(server, tmp_path)
+    assert (again.calls, again.tokens) == (judge.calls, judge.tokens) == (2, again.tokens)
+    ((verdict,),) = await scored(Group(TASK, [episode("up")]), RUBRIC, judge=again)
+    assert (verdict.scores, server.num_requests) == ([1.0], 3)
+    last = make_judge(server, tmp_path)
+    assert (await scored(Group(TASK, [episode("up")]), RUBRIC, judge=last))[0][0].scores == [1.0]
+    assert server.num_requests == 3
+    for each in (judge, again, last):
+        await each.close()
+
+
 @pytest.mark.parametrize(("fault", "message"), [("500", "failed 2 times"), ("401", "refused"), ("429", "slow down")])
 async def test_a_judge_that_fails_leaves_episodes_out(
     server: JudgeServer, judge: Judge, fault: str, message: str
@@ -269,7 +286,13 @@ async def test_a_judge_that_hangs_is_given_up(server: JudgeServer, tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("limit", "message"),
-    [({"max_calls": 2}, "judge.max_calls = 2"), ({"max_total_tokens": 150}, "judge.max_total_tokens = 150")],
+    [
+        ({"max_calls": 2}, "judge.max_calls = 2"),
+        (
+            {"max_total_tokens": 300, "max_new_tokens": 40},
+            "220 tokens, 0 under way, up to 121 .* judge.max_total_tokens = 300",
+        ),
+    ],
 )
 async def test_a_spent_budget_ends_the_calls(
     server: JudgeServer, tmp_path: Path, limit: dict[str, int], message: str
@@ -278,8 +301,17 @@ async def test_a_spent_budget_ends_the_calls(
     group = Group(TASK, [episode("up"), episode("down"), episode("left")])
     verdicts = [v for (v,) in await scored(group, RUBRIC, judge=judge)]
     assert [bool(v.error) for v in verdicts] == [False, False, True]
-    assert message in verdicts[2].error
+    assert re.search(message, verdicts[2].error)
     assert server.num_requests == 2
+    await judge.close()
+
+
+async def test_questions_at_once_stay_within_the_budget(server: JudgeServer, tmp_path: Path) -> None:
+    judge = make_judge(server, tmp_path, concurrency=8, max_total_tokens=400, max_new_tokens=40)
+    group = Group(TASK, [episode(word) for word in ("up", "down", "left", "right", "away", "back")])
+    verdicts = [v for (v,) in await scored(group, RUBRIC, judge=judge)]
+    assert 1 <= sum(not v.error for v in verdicts) == server.num_requests <= 3
+    assert judge.tokens <= 400
     await judge.close()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from agentgym_rl.training.distill import teacher_metrics, with_teacher
@@ -11,6 +13,13 @@ from agentgym_rl.types import Sample
 SAMPLE = Sample(
     [1, 2, 3], [False, True, True], logprobs=[-1.0, -2.0], advantages=[0.5, 0.5], teacher_logprobs=[-3.0, -0.5]
 )
+
+
+@pytest.mark.parametrize("changes", [{"kl_in": "reward", "kl_coef": 0.1}, {"resample_rounds": 2}])
+def test_settings_about_rewards_are_refused_for_a_teacher_alone(changes: dict[str, Any]) -> None:
+    RLSettings(distill=DistillSettings(teacher="x", reward_weight=0.5), **changes)
+    with pytest.raises(ValueError, match="distill without reward_weight ignores"):
+        RLSettings(distill=DistillSettings(teacher="x"), **changes)
 
 
 def test_the_teacher_scores_every_token() -> None:

@@ -249,6 +249,8 @@ class Config(Section):
         """Check that a horizon allows a second attempt at all: one turn for each attempt and each reflection."""
         if self.rl.correction is None:
             return
+        if self.rewards:
+            raise ValueError("[rl.correction] pays each attempt the environment's reward: remove [[rewards]]")
         needed = 2 * self.agent.attempts - 1
         for horizon in [env.horizon or self.horizon for env in self.environments]:
             if max(horizon.turns) < needed:

@@ -71,19 +71,21 @@ class Judge:
         """`name` identifies the model in the cache."""
         self.settings = settings
         self._chat, self._name, self._path = chat, name, cache_path
-        self._answers, self.tokens = _read_cache(cache_path)
-        self.calls = len(self._answers)
-        """Answers asked for by all processes of the run."""
+        self._answers, self.tokens, self.calls = _read_cache(cache_path)
+        """`calls`: answers asked for by all processes of the run."""
+        self._expected_tokens = 0
+        """Estimated tokens of the questions that wait for an answer."""
         self._asking: dict[str, asyncio.Lock] = {}
         self._slots = asyncio.Semaphore(settings.concurrency)
 
     async def ask(self, messages: list[Message], parse: Callable[[str], Parsed]) -> tuple[Parsed, str]:
         """Return what `parse` reads in the answer, and the answer. Raise EngineError if there is none.
 
-        An answer that `parse` refuses with UnreadableAnswer is returned to the judge with the reason.
+        An answer that `parse` refuses with UnreadableAnswer is returned to the judge with the reason. If none can be
+        read they are forgotten, so that a resumed run asks again.
         """
         settings = self.settings
-        limit_s, problem = settings.timeout_s * (settings.retries + 1), ""
+        limit_s, problem, unread = settings.timeout_s * (settings.retries + 1), "", list[str]()
         async with self._slots:
             try:
                 async with asyncio.timeout(limit_s):
@@ -93,39 +95,57 @@ class Judge:
                             return parse(text), text
                         except UnreadableAnswer as error:
                             problem = str(error)
+                            unread.append(self._key_of(messages))
                         messages = [*messages, Message("assistant", text), Message("user", f"{problem} Answer again.")]
             except TimeoutError:
                 raise EngineError(f"the judge gave no answer within {limit_s:g} s") from None
+        self._forget(unread)
         raise EngineError(f"the judge's answer cannot be read: {problem} It answered {text[-200:]!r}")
 
     async def _answer(self, messages: list[Message]) -> str:
-        key = _key(messages, self._name, self.settings.temperature, self.settings.max_new_tokens)
+        key = self._key_of(messages)
         async with self._asking.setdefault(key, asyncio.Lock()):
             if key not in self._answers:
-                self._require_budget()
+                expected = _estimate_tokens(messages) + self.settings.max_new_tokens
+                self._require_budget(expected)
                 self.calls += 1
+                self._expected_tokens += expected
                 sampling = Sampling(self.settings.max_new_tokens, self.settings.temperature)
-                answer = await self._chat.complete(messages, sampling)
+                try:
+                    answer = await self._chat.complete(messages, sampling)
+                finally:
+                    self._expected_tokens -= expected
                 self._store(key, answer, messages)
         self._asking.pop(key, None)
         return self._answers[key]
 
-    def _require_budget(self) -> None:
+    def _key_of(self, messages: list[Message]) -> str:
+        return _key(messages, self._name, self.settings.temperature, self.settings.max_new_tokens)
+
+    def _require_budget(self, expected: int) -> None:
+        """Raise EngineError if a question of so many tokens could exceed the budget, with those under way."""
         settings = self.settings
         if self.calls >= settings.max_calls:
             raise EngineError(f"the budget is spent: judge.max_calls = {settings.max_calls}, raise it and resume")
-        if 0 < settings.max_total_tokens <= self.tokens:
+        if 0 < settings.max_total_tokens < self.tokens + self._expected_tokens + expected:
             raise EngineError(
-                f"the budget is spent: {self.tokens} tokens, judge.max_total_tokens = {settings.max_total_tokens}, "
-                "raise it and resume"
+                f"the budget is spent: {self.tokens} tokens, {self._expected_tokens} under way, up to {expected} for "
+                f"this question, judge.max_total_tokens = {settings.max_total_tokens}, raise it and resume"
             )
 
     def _store(self, key: str, answer: Answer, messages: list[Message]) -> None:
-        chars = sum(len(message.content) for message in messages) + len(answer.content)
-        tokens = answer.context_tokens if answer.tokens.reported else -(-chars // CHARS_PER_TOKEN)
+        estimate = _estimate_tokens([*messages, Message("assistant", answer.content)])
+        tokens = answer.context_tokens if answer.tokens.reported else estimate
         self._answers[key] = answer.content
         self.tokens += tokens
-        row = {"key": key, "model": self._name, "tokens": tokens, "answer": answer.content}
+        self._append({"key": key, "model": self._name, "tokens": tokens, "answer": answer.content})
+
+    def _forget(self, keys: list[str]) -> None:
+        for key in keys:
+            if self._answers.pop(key, None) is not None:
+                self._append({"key": key, "model": self._name, "tokens": 0, "answer": None})
+
+    def _append(self, row: dict[str, Any]) -> None:
         with self._path.open("ab") as file:
             file.write(orjson.dumps(row) + b"\n")
 
@@ -155,14 +175,21 @@ def _key(messages: list[Message], *parts: object) -> str:
     return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
 
 
-def _read_cache(path: Path) -> tuple[dict[str, str], int]:
-    """Return (answers by key, their tokens). A torn last line, which a kill leaves, is removed."""
+def _estimate_tokens(messages: list[Message]) -> int:
+    return -(-sum(len(message.content) for message in messages) // CHARS_PER_TOKEN)
+
+
+def _read_cache(path: Path) -> tuple[dict[str, str], int, int]:
+    """Return (answers by key, tokens, number of answers), forgotten answers in the last two only. A torn last line,
+    which a kill leaves, is removed."""
     if not path.is_file():
-        return {}, 0
+        return {}, 0, 0
     data = path.read_bytes()
     whole = data[: data.rfind(b"\n") + 1]
     if len(whole) < len(data):
         with path.open("r+b") as file:
             file.truncate(len(whole))
     rows = [orjson.loads(line) for line in whole.splitlines()]
-    return {row["key"]: row["answer"] for row in rows}, sum(row["tokens"] for row in rows)
+    answers = {row["key"]: row["answer"] for row in rows}
+    known = {key: answer for key, answer in answers.items() if answer is not None}
+    return known, sum(row["tokens"] for row in rows), sum(row["answer"] is not None for row in rows)

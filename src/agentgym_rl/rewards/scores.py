@@ -9,6 +9,7 @@ import asyncio
 import inspect
 import re
 from collections.abc import Awaitable, Callable, Sequence
+from numbers import Real
 from typing import Any
 
 from agentgym_rl.common.import_paths import import_named
@@ -28,7 +29,7 @@ def verdict(settings: RewardSettings, trajectory: Trajectory, score: Any, reason
         problem = "no score was given"
     elif len(scores) != turns:
         problem = f"an episode of {turns} turns needs as many scores, got {len(scores)}"
-    elif not all(isinstance(s, int | float) and abs(s) <= MAX_REWARD for s in scores):  # NaN compares false
+    elif not all(isinstance(s, Real) and abs(float(s)) <= MAX_REWARD for s in scores):  # NaN compares false
         problem = f"a score must be a number of at most {MAX_REWARD:g}, got {score!r:.80}"
     if problem:
         return failure(settings, problem, reason)

@@ -20,8 +20,8 @@ Solutions = dict[int, dict[str, str]]
 """Item -> the distinct actions that its oracle took, in order, each with the last thought before it."""
 CORRECTION = "Wait, that is wrong."
 """Text between a wrong thought and the right one. The loss starts with it."""
-_THOUGHT = re.compile(r"Thought:\s*(.*?)\s*\nAction:", re.DOTALL)
-"""Beginning of a reply with a thought, as the styles write it."""
+_THOUGHT = re.compile(r"\s*(?:\**Thought ?:\**)?\s*(.*?)\s*(?<!\w)\**Action ?:", re.DOTALL)
+"""Beginning of a reply with a thought, as `formats.parse_react` accepts it."""
 
 
 class MistakeSession(SessionWrapper):

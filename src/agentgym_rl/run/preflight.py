@@ -149,6 +149,8 @@ def require_recovery(environments: tuple[EnvironmentConfig, ...], setting: str) 
     for env in environments:
         source = env.source or env.name
         known = env.url is None and (is_import_path(source) or source in catalog.entries())
+        if known and not hasattr(load_class(env), "oracle"):
+            raise ConfigError(f"{setting} needs an oracle, and {env.name} has none")
         if known and not getattr(load_class(env), "oracle_recovers", True):
             raise ConfigError(
                 f"{setting}: the oracle of {env.name} knows one solution only and cannot continue after a mistake: "

@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ import orjson
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.styles import STYLES
 from agentgym_rl.common.files import write_atomically
-from agentgym_rl.environment.formats import action_format
+from agentgym_rl.environment.formats import NO_ACTION, action_format
 from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.run.backend import Backend
 from agentgym_rl.run.collectors import limits_of
@@ -203,10 +202,20 @@ class RoundMaker:
         )
         groups = await self._play(current, settings.tasks, settings.group_size, settings.max_turns, share)
         played = [t for group in groups for t in group.usable]
-        parse = action_format(STYLES[config.agent.style].action_format).parse
+        parse_reply = action_format(STYLES[config.agent.style].action_format).parse
         renderer = self.backend.renderer
-        correct = partial(correct_thought, renderer) if settings.correct_thoughts else None
-        samples = [s for t in played for s in labelled(t, renderer.reply_ids, parse, correct)]
+        corrections: list[tuple[list[int], int] | None] = []
+
+        def parse(reply: str) -> str:
+            action = parse_reply(reply)
+            return "" if action == NO_ACTION else action
+
+        def correct(reply: str, advice: str) -> tuple[list[int], int] | None:
+            corrections.append(correct_thought(renderer, reply, advice))
+            return corrections[-1]
+
+        corrector = correct if settings.correct_thoughts else None
+        samples = [s for t in played for s in labelled(t, renderer.reply_ids, parse, corrector)]
         kept = [s for s in samples if len(s.token_ids) <= config.longest_context()]
         agreed = agreement((m for t in played for m in t.messages), parse)
         earlier = read_round(self.log.root, current.number - 1).samples if current.number > 1 else {}
@@ -225,6 +234,10 @@ class RoundMaker:
                 "dagger.max_turns or agent.max_context"
             )
         self.console.note(f"the agent agreed with the oracle in {100 * agreed:.1f}% of its own turns")
+        if settings.correct_thoughts:
+            made = sum(correction is not None for correction in corrections)
+            current.metrics["round/corrected"] = float(made)
+            self.console.note(f"{made} of {len(corrections)} other replies had a thought to correct")
         return current
 
     async def _preferences(self, current: Round) -> Round:

@@ -21,8 +21,9 @@ def labelled(
 
     A reply whose action is the oracle's is imitated as the agent wrote it; one sample per segment has all of those.
     Every other state becomes a sample of its own: the conversation so far and the oracle's reply. `reply_ids` returns
-    the ids of a written reply, `parse` its action. `correct` takes the agent's reply and the oracle's and returns ids
-    that start with an error and end in its correction, and how many of them are the error: one more sample.
+    the ids of a written reply, `parse` its action, empty if it has none. `correct` takes the agent's reply and the
+    oracle's and returns ids that start with an error and end in its correction, and how many of them are the error: one
+    more sample.
     """
     segments: list[Sample] = []
     corrections: list[Sample] = []
@@ -34,7 +35,7 @@ def labelled(
         agreed = segments[message.segment]
         token_ids = agreed.token_ids
         is_reply = message.role == "assistant"
-        same = is_reply and bool(message.advice) and parse(message.content) == parse(message.advice)
+        same = is_reply and bool(message.advice) and _agrees(message, parse)
         if is_reply and message.advice and not same:
             replies = [(reply_ids(message.advice), 0), correct(message.content, message.advice) if correct else None]
             for ids, skipped in filter(None, replies):
@@ -55,6 +56,11 @@ def labelled(
 
 
 def agreement(replies: Iterable[Message], parse: Callable[[str], str]) -> float:
-    """Return the share of the agent's own replies whose action is the oracle's."""
-    own = [m for m in replies if m.advice and m.logprobs is not None]
-    return sum(parse(m.content) == parse(m.advice) for m in own) / len(own) if own else 0.0
+    """Return the share of the agent's own replies whose action is the oracle's, where the oracle acts."""
+    own = [m for m in replies if m.advice and m.logprobs is not None and parse(m.advice)]
+    return sum(_agrees(m, parse) for m in own) / len(own) if own else 0.0
+
+
+def _agrees(message: Message, parse: Callable[[str], str]) -> bool:
+    action = parse(message.content)
+    return bool(action) and action == parse(message.advice)

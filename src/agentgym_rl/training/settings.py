@@ -425,6 +425,11 @@ class RLSettings(SettingsSection):
             yield "kl_target adapts kl_coef, which is 0: set kl_coef to a positive start value"
         if self.distill is not None and self.loss == "gspo":
             yield "loss = 'gspo' cannot be used with distill: it has one ratio per trajectory, a teacher scores tokens"
+        if self.distill is not None and not self.distill.reward_weight:
+            if self.kl_coef and self.kl_in == "reward":
+                yield "kl_in = 'reward': distill without reward_weight ignores rewards, use kl_in = 'loss'"
+            if self.resample_rounds:
+                yield "resample_rounds replaces groups of equal rewards, which distill without reward_weight ignores"
         yield from self._tree_problems()
         yield from self._correction_problems()
         if not 0.0 < self.keep_groups <= 1.0:
@@ -461,6 +466,8 @@ class RLSettings(SettingsSection):
                 f"correction compares attempts by their outcomes: it needs grpo or rloo and credit = 'outcome', got "
                 f"{self.algorithm} and {self.credit!r}"
             )
+        if self.overlong == "penalty":
+            yield "correction pays each attempt its own outcome: overlong = 'penalty' has no place in it"
         if not self.kl_coef:
             yield "correction holds the first attempt near the reference model: set kl_coef above 0"
 
