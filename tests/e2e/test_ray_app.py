@@ -346,7 +346,7 @@ async def test_a_call_to_a_dead_shared_state_ends_the_run(tmp_path: Path) -> Non
     try:
         await app.weights.publish(0)
         (tmp_path / "group").touch()
-        assert (await app.play(tmp_path / "group", 1))[0][0]
+        assert (await app.play(tmp_path / "group", 1))[0]
         os.kill(await app.state.__ray_call__.remote(lambda _: os.getpid()), signal.SIGKILL)
         for call in (app.play(tmp_path / "group", 1), app.events()):
             with pytest.raises(
@@ -372,7 +372,7 @@ async def test_a_death_long_after_a_call_started_does_not_end_the_run(
     try:
         await app.weights.publish(0)
         app.plan = replace(of, worker_timeout_s=0.0)  # since the call began that is over, whenever a worker dies
-        assert (await app.play(tmp_path / "group", 1))[0][0], "the living worker plays it"
+        assert (await app.play(tmp_path / "group", 1))[0], "the living worker plays it"
         engines = ray_app.RemoteEngine(app.engines, app.state, timeout_s=0.0)
         # Version 1 is asked for before it is published.
         later = asyncio.create_task(engines.at_least(1).generate([1], Sampling(4), "a"))

@@ -73,7 +73,7 @@ class Job:
     oracle_share: float | None = None
     tree: TreeSettings | None = None
     stored: bool = False
-    """Whether the group is divided into the parts of training/stored.py."""
+    """Whether the group is returned as the arrays of training/stored.py."""
     keep_tail: bool = False
     """Whether samples keep the tokens after the last reply, for a critic."""
     keep_infos: bool = False
@@ -108,8 +108,8 @@ class Player:
     def num_open(self) -> int:
         return self._pool.num_open
 
-    async def play(self, job: Job) -> list[Group] | tuple[Any, ...]:
-        """Return the group, that of each role in a game of several, or the group's parts (training/stored.py)."""
+    async def play(self, job: Job) -> list[Group] | stored.Arrays:
+        """Return the group, that of each role in a game of several, or the group's arrays (training/stored.py)."""
         engine = self._engine.at_least(job.version)
         policies = engine_policies(
             engine,
@@ -282,10 +282,8 @@ class RayBackend:
             return [group for groups in await asyncio.gather(*(play(job) for job in jobs)) for group in groups]
 
         async def play(job: Job) -> list[Group]:
-            parts, references = await self._app.play(job, job.group_size, 3 if job.stored else 1)
-            groups = [parts[0]] if job.stored else parts[0]
-            if job.stored:
-                stored.attach(parts[0], parts[1], parts[2], references[1])
+            result, reference = await self._app.play(job, job.group_size)
+            groups = [stored.unpack(result, reference)] if job.stored else result
             if on_trajectory is not None:
                 for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
                     on_trajectory(trajectory)

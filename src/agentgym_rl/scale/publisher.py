@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol
 
 from agentgym_rl.errors import ConfigError, EngineError
 from agentgym_rl.scale.resource_plan import Plan
-from agentgym_rl.scale.watch import require_none_failed
+from agentgym_rl.scale.watch import Background, require_none_failed
 from agentgym_rl.transport.broadcast import BroadcastWeights, Member
 from agentgym_rl.transport.buckets import WeightSource
 from agentgym_rl.transport.device import DEVICE_WEIGHTS_VARIABLE, DeviceWeights, Endpoint
@@ -102,7 +102,7 @@ class Publisher:
     """Publishes the weights of one run."""
 
     def __init__(self, link: EngineLink) -> None:
-        self._link = link
+        self._link, self.background = link, Background()
         self.version = -1
         self.outdated: dict[int, asyncio.Task[None]] = {}
         """Engines that died, with the task that sends each the weights when it is back."""
@@ -123,7 +123,7 @@ class Publisher:
         Return a description of how the weights were sent."""
         require_none_failed(self.tasks())
         if not self._watches:
-            self._watches = [asyncio.create_task(self._watch(i)) for i in range(self._link.plan.engines)]
+            self._watches = [self.background.start(self._watch(i)) for i in range(self._link.plan.engines)]
         async with self._lock:
             engines = [i for i in range(self._link.plan.engines) if i not in self.outdated]
             ways, lost = await self._send(engines, version)
@@ -145,7 +145,7 @@ class Publisher:
         if (earlier := self.outdated.get(index)) is not None:
             require_none_failed([earlier])  # otherwise it still waits for the same engine
         else:
-            self.outdated[index] = asyncio.create_task(self._wait_and_send(index))
+            self.outdated[index] = self.background.start(self._wait_and_send(index))
 
     async def _wait_and_send(self, index: int) -> None:
         while True:

@@ -39,7 +39,7 @@ from agentgym_rl.scale.publisher import EngineLost, Publisher
 from agentgym_rl.scale.readiness import wait_for_head, wait_for_nodes
 from agentgym_rl.scale.resource_plan import Plan, bundles
 from agentgym_rl.scale.shared_state import SharedState
-from agentgym_rl.scale.watch import POLL_INTERVAL_S, Nodes, Threads, connecting, keep_sigterm_handler, unless_one_fails
+from agentgym_rl.scale.watch import POLL_INTERVAL_S, Nodes, Threads, connecting, keep_sigterm_handler
 from agentgym_rl.transport import broadcast, device
 from agentgym_rl.transport.broadcast import Member
 from agentgym_rl.transport.buckets import WeightsInterrupted, WeightSource
@@ -513,17 +513,17 @@ class RayApp:
 
     # Groups: driver -> host.
 
-    async def play(self, job: Any, episodes: int, num_parts: int = 1) -> tuple[list[Any], list[Any]]:
+    async def play(self, job: Any, episodes: int) -> tuple[Any, Any]:
         """Play a group on the host with the fewest episodes. If the host dies, another plays the group from the start;
-        the dead host's episodes are lost, so no episode is in a batch twice. Return its parts and their references."""
+        the dead host's episodes are lost, so no episode is in a batch twice. Return (the result, its reference)."""
         deaths = 0
         while True:
             async with self._scheduler.host(episodes) as index:
                 try:
-                    call = self.hosts[index].play.options(num_returns=num_parts).remote(job)
-                    refs = [call] if num_parts == 1 else call
-                    # This copies each part to the driver's node, so that the loss of the host's node loses no group.
-                    return await unless_one_fails(asyncio.gather(*refs), self.weights.tasks), refs
+                    call = self.hosts[index].play.remote(job)
+                    # This copies the result to the driver's node, so that the loss of the host's node loses no group.
+                    answer = asyncio.wrap_future(call.future())
+                    return await self.weights.background.unless_one_fails(answer), call
                 except (RayActorError, ObjectLostError) as error:
                     await self.call_state("__ray_ready__")
                     self._host_lost(index)

@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -17,8 +17,6 @@ from agentgym_rl.errors import ConfigError, WorkerLost
 
 CONNECT_TIMEOUT_S = 30.0
 """Seconds that a cluster's head has to accept a connection."""
-TASKS_POLL_INTERVAL_S = 10.0
-"""Seconds between checks for new tasks to watch."""
 POLL_INTERVAL_S = 0.5
 """Seconds between a waiting thread's checks whether the run is closing."""
 
@@ -83,17 +81,38 @@ def require_none_failed(tasks: Iterable[asyncio.Future[Any]]) -> None:
             task.result()
 
 
-async def unless_one_fails(call: Awaitable[Any], tasks: Callable[[], Iterable[asyncio.Future[Any]]]) -> Any:
-    """Return the call's result, or raise as soon as one of the `tasks` fails: the call might then never end."""
-    answer = asyncio.ensure_future(call)
-    try:
-        while not answer.done():
-            require_none_failed(tasks())
-            others = [task for task in tasks() if not task.done()]
-            await asyncio.wait({answer, *others}, timeout=TASKS_POLL_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
-        return answer.result()
-    finally:
-        answer.cancel()
+class Background:
+    """Tasks beside a run's calls. A call ends as soon as one of them fails, because it might then never return."""
+
+    def __init__(self) -> None:
+        self._calls: set[asyncio.Future[Any]] = set()
+        self._error: BaseException | None = None
+
+    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._ended)
+        return task
+
+    async def unless_one_fails(self, call: asyncio.Future[Any]) -> Any:
+        """Return the call's result, or raise the error of a task."""
+        self._calls.add(call)
+        try:
+            if self._error is not None:
+                raise self._error
+            return await call
+        except asyncio.CancelledError:
+            if self._error is not None:
+                raise self._error from None
+            raise
+        finally:
+            self._calls.discard(call)
+            call.cancel()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._error = self._error or error
+            for call in self._calls:
+                call.cancel()
 
 
 class Nodes:
