@@ -31,8 +31,9 @@ import ray
 import torch
 
 from agentgym_rl.common.garbage import rare_collections
+from agentgym_rl.run.backend_ray import fill
 from agentgym_rl.run.log import RunLog, learned_line
-from agentgym_rl.run.rank_handles import RankResult, SampleResult, fill
+from agentgym_rl.run.rank import RankResult, SampleResult
 from agentgym_rl.scale.ray_app import NAMESPACE, EnvHost, RayApp
 from agentgym_rl.scale.resource_plan import Plan
 from agentgym_rl.scale.shared_state import SharedState
@@ -42,7 +43,7 @@ from agentgym_rl.training.horizon import make_horizon
 from agentgym_rl.training.metrics import DEPENDENCE_GROUPS, episode_metrics
 from agentgym_rl.training.rl_learner import means
 from agentgym_rl.training.settings import HorizonSettings, RLSettings
-from agentgym_rl.transport.buckets import place_in_buckets, tensor_view
+from agentgym_rl.transport.broadcast import place_in_buckets, tensor_view
 from agentgym_rl.types import Group, Limits, Message, Sample, StopReason, Task, Trajectory
 
 GROUP_SIZE = 8

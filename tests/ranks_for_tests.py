@@ -6,16 +6,17 @@ import socket
 import time
 import traceback
 import warnings
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from processes_for_tests import CONTEXT
 from training_for_tests import counting_conversations, tiny_model, trajectory, varied_groups
 
 from agentgym_rl.agent.renderer import Renderer
-from agentgym_rl.scale.process_group import ProcessRanks, join, leave, whole_state
+from agentgym_rl.scale.process_group import ProcessRanks, join
 from agentgym_rl.scale.shards import ShardWriter
 from agentgym_rl.training.batch import estimate, gather, split_batch
 from agentgym_rl.training.critic import ValueModel
@@ -37,6 +38,7 @@ from agentgym_rl.training.settings import (
     SFTSettings,
 )
 from agentgym_rl.training.sft import SFT
+from agentgym_rl.transport.broadcast import whole_state
 from agentgym_rl.types import Sample
 
 SGD_LIKE = {"lr": 0.001, "betas": (0.0, 0.999), "micro_batch_tokens": 60, "max_grad_norm": 0.5}
@@ -187,7 +189,8 @@ def _rank(rank: int, size: int, address: str, function: Any, folder: Path, timeo
         (folder / f"error{rank}.txt").write_text(traceback.format_exc())
         raise
     finally:
-        leave()
+        with suppress(Exception):  # the group is already gone if a rank died
+            dist.destroy_process_group()
 
 
 def on_ranks(size: int, function: Any, folder: Path, timeout_s: float = 800.0) -> Any:

@@ -18,12 +18,12 @@ from agentgym_rl.config import Config
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.run.backend_ray import RayBackend
 from agentgym_rl.run.rank import Rank
-from agentgym_rl.scale.process_group import whole_state
 from agentgym_rl.scale.shards import ShardWriter, like_learner, load_shards, require_written
 from agentgym_rl.training.batch import Batch, shuffled_parts, split_batch
 from agentgym_rl.training.ranks import SINGLE_PROCESS, Ranks, balanced_shares
 from agentgym_rl.training.scratch import build_tokenizer
 from agentgym_rl.training.settings import OptimizerSettings, SFTSettings
+from agentgym_rl.transport.broadcast import whole_state
 from agentgym_rl.types import Sample
 
 pytestmark = pytest.mark.timeout(900)  # four processes on two cores, and whatever else they do

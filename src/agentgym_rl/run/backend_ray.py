@@ -33,26 +33,24 @@ from agentgym_rl.run.context import RunContext
 from agentgym_rl.run.environments_pool import EnvironmentsPool
 from agentgym_rl.run.load_model import choose_device, load_from
 from agentgym_rl.run.local_engine import make_native_engine
-from agentgym_rl.run.rank import Rank
-from agentgym_rl.run.rank_handles import (
-    LearnerHandle,
-    TrainerHandle,
-    claim_device,
-)
+from agentgym_rl.run.rank import Rank, RankResult, SampleResult
 from agentgym_rl.run.start import Start, describe_scratch, imitate
+from agentgym_rl.run.system import over_ranks
 from agentgym_rl.run.teams import Team, absolute_players, team_of_host
 from agentgym_rl.scale.folders import require_same, require_shared
 from agentgym_rl.scale.publisher import shares_device_memory
 from agentgym_rl.scale.resource_plan import Plan
 from agentgym_rl.scale.shards import require_written
 from agentgym_rl.training import stored
+from agentgym_rl.training.batch import Batch, split_batch
 from agentgym_rl.training.checkpoint import commit, removed_on_error, save_state, stage
 from agentgym_rl.training.dpo import Preference
 from agentgym_rl.training.learner import freeze
 from agentgym_rl.training.metrics import DEPENDENCE_GROUPS
 from agentgym_rl.training.offline_settings import PairSettings
-from agentgym_rl.training.ranks import EmptyFirst
-from agentgym_rl.training.settings import SFTSettings, TreeSettings
+from agentgym_rl.training.ranks import EmptyFirst, balanced_shares
+from agentgym_rl.training.rl_learner import means
+from agentgym_rl.training.settings import RLSettings, SFTSettings, TreeSettings
 from agentgym_rl.types import CollectFrom, Group, Limits, Sample, Task
 
 
@@ -179,6 +177,69 @@ def named_variables(environments: Iterable[EnvironmentConfig], team: TeamConfig 
     names = [env.token_variable for env in environments]
     names += [team.api_key_variable] if team is not None else []
     return {name: os.environ[name] for name in names if name is not None and name in os.environ}
+
+
+class TrainerHandle:
+    """A `Trainer` on ranks: every rank has all data and takes its share of a batch."""
+
+    def __init__(self, app: Any, data: list[Any], settings: SFTSettings | PairSettings, seed: int | str) -> None:
+        self._app = app
+        claim_device(app)
+        self.total: int = app.on_all("make_trainer", data, settings, seed)[0]
+        self.updates = 0
+
+    def step(self) -> dict[str, float]:
+        claim_device(self._app)
+        metrics = self._app.on_all("step")[0]
+        self.updates += 1
+        return metrics
+
+    def restored(self, updates: int, kl_coef: float) -> None:
+        self.updates = updates
+
+
+class LearnerHandle:
+    """The learner of `train_rl` on ranks: gives each rank its share and joins their results."""
+
+    def __init__(self, app: Any, settings: RLSettings) -> None:
+        self._app, self._rl, self._size = app, settings, app.plan.learners
+        self.kl_coef = settings.kl_coef
+
+    def score(self, samples: list[Sample], *, policy_only: bool = False) -> None:
+        claim_device(self._app)
+        shares = balanced_shares([s.num_tokens for s in samples], self._size)
+        rank_results = self._app.on_ranks("score", [([samples[i] for i in share], policy_only) for share in shares])
+        for share, results in zip(shares, rank_results, strict=True):
+            fill([samples[i] for i in share], results)
+
+    def learn(self, batch: Batch, seed: int) -> dict[str, float]:
+        claim_device(self._app)
+        shares, indices = split_batch(batch, self._size, self._rl.minibatches, seed)
+        results: list[RankResult] = self._app.on_ranks("learn", [(share, seed) for share in shares])
+        for known, result in zip(indices, results, strict=True):
+            fill([batch.samples[i] for i in known], result.samples)
+        self.kl_coef = results[0].kl_coef
+        averages = over_ranks([result.metrics for result in results])
+        return results[0].metrics | averages | means([result.turn_sums for result in results])
+
+    def restored(self, updates: int, kl_coef: float) -> None:
+        self.kl_coef = kl_coef
+
+
+def claim_device(app: Any) -> None:
+    """Free the device for ranks if they share it with engines."""
+    if app.plan.layout == "colocated":
+        app.sleep_engines()
+
+
+def fill(samples: list[Sample], results: list[SampleResult]) -> None:
+    """Give samples what the ranks found out about them."""
+    for sample, result in zip(samples, results, strict=True):
+        if isinstance(result, bytes):
+            sample.stored.learned_line = result
+            continue
+        for name, value in result.items():
+            setattr(sample, name, value)
 
 
 class RayBackend:

@@ -74,41 +74,39 @@ class Threads:
         await asyncio.gather(*self._running, return_exceptions=True)
 
 
-def require_none_failed(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Raise the error of a failed task that nothing awaits."""
-    for task in tasks:
-        if task.done() and not task.cancelled():
-            task.result()
-
-
 class Background:
     """Tasks beside a run's calls. A call ends as soon as one of them fails, because it might then never return."""
 
     def __init__(self) -> None:
+        self.tasks: set[asyncio.Task[None]] = set()
         self._calls: set[asyncio.Future[Any]] = set()
         self._error: BaseException | None = None
 
     def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
+        self.tasks.add(task)
         task.add_done_callback(self._ended)
         return task
+
+    def require_none_failed(self) -> None:
+        if self._error is not None:
+            raise self._error
 
     async def unless_one_fails(self, call: asyncio.Future[Any]) -> Any:
         """Return the call's result, or raise the error of a task."""
         self._calls.add(call)
         try:
-            if self._error is not None:
-                raise self._error
+            self.require_none_failed()
             return await call
         except asyncio.CancelledError:
-            if self._error is not None:
-                raise self._error from None
+            self.require_none_failed()
             raise
         finally:
             self._calls.discard(call)
             call.cancel()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
+        self.tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._error = self._error or error
             for call in self._calls:
