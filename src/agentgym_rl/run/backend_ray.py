@@ -35,7 +35,7 @@ from agentgym_rl.run.load_model import choose_device, load_from
 from agentgym_rl.run.local_engine import make_native_engine
 from agentgym_rl.run.rank import Rank, RankResult, SampleResult
 from agentgym_rl.run.start import Start, describe_scratch, imitate
-from agentgym_rl.run.system import over_ranks
+from agentgym_rl.run.system import ENGINE_NAMES, join_metrics, metrics_of_process
 from agentgym_rl.run.teams import Team, absolute_players, team_of_host
 from agentgym_rl.scale.folders import require_same, require_shared
 from agentgym_rl.scale.publisher import shares_device_memory
@@ -52,6 +52,9 @@ from agentgym_rl.training.ranks import EmptyFirst, balanced_shares
 from agentgym_rl.training.rl_learner import means
 from agentgym_rl.training.settings import RLSettings, SFTSettings, TreeSettings
 from agentgym_rl.types import CollectFrom, Group, Limits, Sample, Task
+
+ENGINE_METRICS_TIMEOUT_S = 1.0
+"""Seconds that an engine has to report the load of its machine. One that is being restarted does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,9 +193,9 @@ class TrainerHandle:
 
     def step(self) -> dict[str, float]:
         claim_device(self._app)
-        metrics = self._app.on_all("step")[0]
+        results = self._app.on_all("step")
         self.updates += 1
-        return metrics
+        return results[0] | join_metrics(results)
 
     def restored(self, updates: int, kl_coef: float) -> None:
         self.updates = updates
@@ -219,17 +222,25 @@ class LearnerHandle:
         for known, result in zip(indices, results, strict=True):
             fill([batch.samples[i] for i in known], result.samples)
         self.kl_coef = results[0].kl_coef
-        averages = over_ranks([result.metrics for result in results])
-        return results[0].metrics | averages | means([result.turn_sums for result in results])
+        system = system_metrics(self._app, [result.metrics for result in results])
+        return results[0].metrics | system | means([result.turn_sums for result in results])
 
     def restored(self, updates: int, kl_coef: float) -> None:
         self.kl_coef = kl_coef
 
 
 def claim_device(app: Any) -> None:
-    """Free the device for ranks if they share it with engines."""
+    """Free the device for ranks if they share it with engines. Call only while no episode is played."""
     if app.plan.layout == "colocated":
-        app.sleep_engines()
+        app.ask_engines("sleep")
+
+
+def system_metrics(app: Any, ranks: list[dict[str, float]]) -> dict[str, float]:
+    """Return the `system/` metrics of ranks, and of engines that have machines or GPUs of their own."""
+    if app.plan.layout == "colocated":
+        return join_metrics(ranks)
+    engines = app.ask_engines("__ray_call__", metrics_of_process, timeout_s=ENGINE_METRICS_TIMEOUT_S)
+    return join_metrics([*ranks, *({ENGINE_NAMES.get(name, name): v for name, v in e.items()} for e in engines)])
 
 
 def fill(samples: list[Sample], results: list[SampleResult]) -> None:

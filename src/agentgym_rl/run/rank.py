@@ -26,7 +26,7 @@ from agentgym_rl.run.backend import (
 from agentgym_rl.run.load_model import choose_device, load_from
 from agentgym_rl.run.log import learned_line
 from agentgym_rl.run.start import make_untrained_model
-from agentgym_rl.run.system import SystemMonitor
+from agentgym_rl.run.system import SystemMonitor, devices_of
 from agentgym_rl.scale.process_group import ProcessRanks
 from agentgym_rl.scale.shards import ShardWriter, like_learner, load_shards, shard_state
 from agentgym_rl.training import lora, stored
@@ -89,7 +89,7 @@ class Rank:
         self.fetch: Callable[[Any], Any] = _without_store
         """Reads an object of the cluster's store; set by the actor."""
         self._writer = ShardWriter(background=config.checkpoint.background)
-        self._system = SystemMonitor()
+        self._system = SystemMonitor(devices_of(device))
         self._folder = ""
         """Folder of the model that was loaded last."""
         self._model: Any = None
@@ -139,7 +139,7 @@ class Rank:
         return self._learner.total
 
     def step(self) -> dict[str, float]:
-        return self._learner.step()
+        return self._learner.step() | self._system.metrics()
 
     def release_trainer(self) -> None:
         """Free the trainer. In bfloat16 the weights are those that engines have from now on."""
@@ -164,7 +164,7 @@ class Rank:
     def learn(self, batch: Batch, seed: int) -> RankResult:
         samples = list(batch.samples)
         stored.load(samples, self.fetch)
-        metrics = self._learner.learn(batch, seed) | self._system.gpu()
+        metrics = self._learner.learn(batch, seed) | self._system.metrics()
         self._release_device()
         return RankResult(
             metrics, self._learner.kl_coef, turn_sums(samples), [result_of_learning(sample) for sample in samples]

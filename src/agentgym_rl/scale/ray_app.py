@@ -311,11 +311,13 @@ class RayApp:
         """Call `on_all` in a thread, so that the run can be stopped meanwhile."""
         return await self._threads.run(self.on_all, method, *arguments)
 
-    def sleep_engines(self) -> None:
-        """Free the devices that ranks share with engines. Call only while no episode is played."""
-        for ref in [engine.sleep.remote() for engine in self.engines]:
-            with contextlib.suppress(RayActorError):  # a dead engine uses no memory and fetches weights later
-                ray.get(ref)
+    def ask_engines(self, method: str, *arguments: Any, timeout_s: float | None = None) -> list[Any]:
+        """Return the answers of all engines that are alive and answer in time."""
+        answers = []
+        for call in [getattr(engine, method).remote(*arguments) for engine in self.engines]:
+            with contextlib.suppress(RayActorError, GetTimeoutError):
+                answers.append(ray.get(call, timeout=timeout_s))
+        return answers
 
     def _finish(self, refs: list[Any]) -> list[Any]:
         waiting = list(refs)
