@@ -56,7 +56,7 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16, lora, ppo": {"algorithm": "ppo", "kl_coef": 0.0},
     "distill": {"kl_coef": 0.1, "distill": DistillSettings(teacher="another tiny model", reward_weight=0.5)},
 }
-ON_FOUR = ("grpo", "ppo", "fewer samples than ranks")
+ON_FOUR = ("grpo", "ppo", "fewer samples than ranks", "lora", "bf16, sharded", "bf16, lora", "bf16, lora, ppo")
 """Four processes on two cores take their time."""
 
 
@@ -98,7 +98,7 @@ def steps(name: str, made: RLLearner, count: int) -> list[dict[str, float]]:
             exchange(batch.samples, local_indices, ranks)
         batch = estimate(batch, settings, made.kl_coef)
         shares, indices = split_batch(batch, ranks.size, settings.minibatches, step)
-        if "bf16" in name:
+        if "bf16" in name and ranks.size < 4:  # among four there are too few samples
             limit = settings.optimizer.micro_batch_tokens
             assert len(micro_batches(shares[ranks.rank].samples, shares[ranks.rank].weights, limit, "cpu")) > 1
         metrics = made.learn(shares[ranks.rank], step)
