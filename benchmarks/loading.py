@@ -28,7 +28,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from agentgym_rl.scale.process_group import ProcessRanks, join, leave
+from agentgym_rl.scale.process_group import ProcessRanks, join
 from agentgym_rl.training.meta import fill, make_empty
 
 MODELS = {"7b": "qwen2.5-7b", "1.5b": "qwen2.5-1.5b", "tiny": "tiny"}
@@ -80,7 +80,7 @@ def run_rank(rank: int, size: int, address: str, kind: str, folder: str, ready: 
     seconds = time.perf_counter() - started
     loaded.put((seconds, torch.cuda.max_memory_allocated() if kind == "cuda" else 0))
     ends.wait()
-    leave()
+    torch.distributed.destroy_process_group()
 
 
 def held(pids: list[int]) -> tuple[int, int]:

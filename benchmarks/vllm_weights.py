@@ -49,10 +49,8 @@ from agentgym_rl.agent.engines.vllm.probe import TOLERANCE
 from agentgym_rl.agent.engines.vllm.requirements import require_vllm
 from agentgym_rl.errors import EngineError
 from agentgym_rl.run.backend_vllm import VllmAdapter
-from agentgym_rl.scale.process_group import whole_state
 from agentgym_rl.transport import broadcast
-from agentgym_rl.transport.broadcast import BroadcastWeights, Member
-from agentgym_rl.transport.buckets import wait_for_copies
+from agentgym_rl.transport.broadcast import BroadcastWeights, Member, wait_for_copies, whole_state
 from agentgym_rl.transport.device import DeviceWeights, send_weights
 from agentgym_rl.types import Sampling
 

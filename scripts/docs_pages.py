@@ -453,10 +453,11 @@ def loading() -> str:
 
 
 def driver() -> str:
-    """Return the driver's seconds of processor time for a step by part."""
-    seconds = measured("driver")["seconds"]
-    rows = [[part, f"{value:.2f}"] for part, value in seconds.items()]
-    return table(["part", "seconds"], [*rows, ["**sum**", f"**{sum(seconds.values()):.2f}**"]])
+    """Return the seconds of the driver's thread for a step by part, and those of Ray's threads beside it."""
+    record = measured("driver")
+    rows = [[part, f"{value:.2f}"] for part, value in record["seconds"].items()]
+    total = ["**sum**", f"**{sum(record['seconds'].values()):.2f}**"]
+    return table(["part", "seconds"], [*rows, total, ["Ray's threads beside it", f"{record['seconds_beside']:.2f}"]])
 
 
 def asynchronous() -> str:

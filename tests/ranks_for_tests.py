@@ -6,16 +6,17 @@ import socket
 import time
 import traceback
 import warnings
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from processes_for_tests import CONTEXT
 from training_for_tests import counting_conversations, tiny_model, trajectory, varied_groups
 
 from agentgym_rl.agent.renderer import Renderer
-from agentgym_rl.scale.process_group import ProcessRanks, join, leave, whole_state
+from agentgym_rl.scale.process_group import ProcessRanks, join
 from agentgym_rl.scale.shards import ShardWriter
 from agentgym_rl.training.batch import estimate, gather, split_batch
 from agentgym_rl.training.critic import ValueModel
@@ -37,6 +38,7 @@ from agentgym_rl.training.settings import (
     SFTSettings,
 )
 from agentgym_rl.training.sft import SFT
+from agentgym_rl.transport.broadcast import whole_state
 from agentgym_rl.types import Sample
 
 SGD_LIKE = {"lr": 0.001, "betas": (0.0, 0.999), "micro_batch_tokens": 60, "max_grad_norm": 0.5}
@@ -54,7 +56,7 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16, lora, ppo": {"algorithm": "ppo", "kl_coef": 0.0},
     "distill": {"kl_coef": 0.1, "distill": DistillSettings(teacher="another tiny model", reward_weight=0.5)},
 }
-ON_FOUR = ("grpo", "ppo", "fewer samples than ranks")
+ON_FOUR = ("grpo", "ppo", "fewer samples than ranks", "lora", "bf16, sharded", "bf16, lora", "bf16, lora, ppo")
 """Four processes on two cores take their time."""
 
 
@@ -96,7 +98,7 @@ def steps(name: str, made: RLLearner, count: int) -> list[dict[str, float]]:
             exchange(batch.samples, local_indices, ranks)
         batch = estimate(batch, settings, made.kl_coef)
         shares, indices = split_batch(batch, ranks.size, settings.minibatches, step)
-        if "bf16" in name:
+        if "bf16" in name and ranks.size < 4:  # among four there are too few samples
             limit = settings.optimizer.micro_batch_tokens
             assert len(micro_batches(shares[ranks.rank].samples, shares[ranks.rank].weights, limit, "cpu")) > 1
         metrics = made.learn(shares[ranks.rank], step)
@@ -187,7 +189,8 @@ def _rank(rank: int, size: int, address: str, function: Any, folder: Path, timeo
         (folder / f"error{rank}.txt").write_text(traceback.format_exc())
         raise
     finally:
-        leave()
+        with suppress(Exception):  # the group is already gone if a rank died
+            dist.destroy_process_group()
 
 
 def on_ranks(size: int, function: Any, folder: Path, timeout_s: float = 800.0) -> Any:

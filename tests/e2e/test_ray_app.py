@@ -246,10 +246,10 @@ async def test_an_engine_sleeps_while_its_learner_works_and_restarts_after_its_d
         waits_s = await app.learners[0].__ray_call__.remote(seconds_for_other_ranks)
         assert waits_s > app.plan.worker_timeout_s, "a rank that died is heard of, one that works is waited for"
         await app.weights.publish(0)
-        await asyncio.to_thread(app.sleep_engines)
+        await asyncio.to_thread(app.ask_engines, "sleep")
         said = await app.engines[0].generate.remote([1], Sampling(4), "a")
         assert (said.token_ids, said.version) == ([7, 8], 0)
-        await asyncio.to_thread(app.sleep_engines)
+        await asyncio.to_thread(app.ask_engines, "sleep")
         await app.weights.publish(1)
         await app.engines[0].generate.remote([1], Sampling(4), "a")
         first, second = (f"weight [1.0, 2.0] of version {version} with a probe" for version in (0, 1))
@@ -282,7 +282,7 @@ async def test_an_engine_that_dies_in_a_transfer_is_restarted_and_sent_the_weigh
                 "broadcast": "as a broadcast of 2 learners over gloo",
             }[way]
         )
-        await asyncio.to_thread(app.sleep_engines)
+        await asyncio.to_thread(app.ask_engines, "sleep")
         await asyncio.to_thread(app.on_all, "learn")
         once.unlink()
         await app.weights.publish(1)  # one of the engines, whichever came first, dies in the middle of it
@@ -346,7 +346,7 @@ async def test_a_call_to_a_dead_shared_state_ends_the_run(tmp_path: Path) -> Non
     try:
         await app.weights.publish(0)
         (tmp_path / "group").touch()
-        assert (await app.play(tmp_path / "group", 1))[0][0]
+        assert (await app.play(tmp_path / "group", 1))[0]
         os.kill(await app.state.__ray_call__.remote(lambda _: os.getpid()), signal.SIGKILL)
         for call in (app.play(tmp_path / "group", 1), app.events()):
             with pytest.raises(
@@ -372,7 +372,7 @@ async def test_a_death_long_after_a_call_started_does_not_end_the_run(
     try:
         await app.weights.publish(0)
         app.plan = replace(of, worker_timeout_s=0.0)  # since the call began that is over, whenever a worker dies
-        assert (await app.play(tmp_path / "group", 1))[0][0], "the living worker plays it"
+        assert (await app.play(tmp_path / "group", 1))[0], "the living worker plays it"
         engines = ray_app.RemoteEngine(app.engines, app.state, timeout_s=0.0)
         # Version 1 is asked for before it is published.
         later = asyncio.create_task(engines.at_least(1).generate([1], Sampling(4), "a"))

@@ -161,7 +161,7 @@ def test_files_and_functions_are_short() -> None:
         ("config/recipe.py", "from agentgym_rl import training", "agentgym_rl.training"),
         ("environment/server.py", "from agentgym_rl import run", "agentgym_rl.run"),
         ("viewer/server.py", "import torch.nn", "torch is imported only in"),
-        ("transport/buckets.py", "import ray", "ray is imported only in scale/ray_app.py"),
+        ("transport/broadcast.py", "import ray", "ray is imported only in scale/ray_app.py"),
         ("utils.py", "", "no row of the import table"),
     ],
 )

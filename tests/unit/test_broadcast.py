@@ -21,12 +21,18 @@ from training_for_tests import tiny_model
 from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.agent.engines.native.adapter import NativeAdapter, load_tensors
 from agentgym_rl.errors import EngineError
-from agentgym_rl.scale.process_group import ProcessRanks, whole_state
+from agentgym_rl.scale.process_group import ProcessRanks
 from agentgym_rl.training import lora
 from agentgym_rl.training.ranks import SINGLE_PROCESS
 from agentgym_rl.transport import broadcast
-from agentgym_rl.transport.broadcast import BroadcastWeights, Member, abort_group, send_weights
-from agentgym_rl.transport.buckets import WeightsInterrupted
+from agentgym_rl.transport.broadcast import (
+    BroadcastWeights,
+    Member,
+    WeightsInterrupted,
+    abort_group,
+    send_weights,
+    whole_state,
+)
 from agentgym_rl.types import Sampling
 
 WAIT_S = 120.0

@@ -254,7 +254,7 @@ async def test_a_restarted_engine_gets_what_the_ranks_hold_and_its_version() -> 
         assert (weights.version, processes.learned) == (7, learned)
     await weights.publish(8)
     assert not processes.learned
-    for task in weights.tasks():
+    for task in weights.background.tasks:
         task.cancel()
 
 
@@ -314,12 +314,11 @@ async def test_one_task_waits_for_a_lost_engine_however_many_versions_it_misses(
         processes.lost[1].set()
         await asyncio.sleep(0)
     assert list(weights.outdated) == [1]
-    assert len(list(weights.tasks())) == 4
+    assert len(weights.background.tasks) == 4
     processes.back.set()
     await weights.outdated[1]
     assert processes.calls[-1] == "BroadcastWeights 1: 3"
-    weights.outdated[1] = asyncio.create_task(_fail(EngineError("it cannot take them")))
-    await asyncio.sleep(0)
+    await asyncio.wait([weights.background.start(_fail(EngineError("it cannot take them")))])
     with pytest.raises(EngineError, match="it cannot take them"):
         await weights.publish(4)
 

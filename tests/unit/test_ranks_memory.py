@@ -23,7 +23,7 @@ from agentgym_rl.config import Config
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.run.backend import make_trainer
 from agentgym_rl.run.rank import Rank
-from agentgym_rl.scale.process_group import ProcessRanks, whole_state
+from agentgym_rl.scale.process_group import ProcessRanks
 from agentgym_rl.scale.shards import load_shards, require_written
 from agentgym_rl.training.checkpoint import export, on_host
 from agentgym_rl.training.device.host_activations import HostActivations
@@ -36,6 +36,7 @@ from agentgym_rl.training.offline_settings import RewardModelSettings
 from agentgym_rl.training.ranks import SINGLE_PROCESS, EmptyFirst, Ranks
 from agentgym_rl.training.scratch import build_tokenizer
 from agentgym_rl.training.settings import OptimizerSettings, SFTSettings
+from agentgym_rl.transport.broadcast import whole_state
 from agentgym_rl.types import Sample
 
 pytestmark = pytest.mark.timeout(900)

@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 from test_segment_batch import LIMITS, SETTINGS, fill, split_groups
 from training_for_tests import varied_groups
@@ -21,7 +22,7 @@ from agentgym_rl.training.group_queue import QueuedGroup
 from agentgym_rl.training.metrics import episode_metrics
 from agentgym_rl.training.rl import _sampled_tokens, _staleness
 from agentgym_rl.training.settings import RLSettings
-from agentgym_rl.types import Group, Sample
+from agentgym_rl.types import Group, Sample, StopReason
 
 
 def sent(value: Any) -> Any:
@@ -36,10 +37,9 @@ class Store:
         self.objects: dict[str, Any] = {}
 
     def put(self, group: Group, *, keep_tail: bool) -> Group:
-        light, contents, text = stored.store(group, keep_tail=keep_tail, compare=True)
-        reference = f"contents {len(self.objects)}"
-        self.objects[reference] = sent(contents)
-        return stored.attach(sent(light), contents, text, reference)
+        reference = f"group {len(self.objects)}"
+        self.objects[reference] = sent(stored.store(group, keep_tail=keep_tail, compare=True))
+        return stored.unpack(self.objects[reference], reference)
 
 
 def of_sample(sample: Sample) -> dict[str, Any]:
@@ -96,11 +96,33 @@ def test_a_light_group_is_small_and_has_no_tokens() -> None:
         for message in trajectory.messages:
             if message.role == "user":
                 message.token_ids, message.content = message.token_ids * 2000, message.content * 2000
-    light, contents, _ = stored.store(group, keep_tail=False, compare=False)
-    assert all(not t.messages for t in light.trajectories)
-    whole = len(pickle.dumps(group, 5))
-    assert len(pickle.dumps(light, 5)) < whole / 10
-    assert sum(array.nbytes for arrays in contents for array in arrays.values()) > 50_000
+    arrays = stored.store(group, keep_tail=False, compare=False)
+    assert all(not t.messages for t in stored.unpack(arrays, "").trajectories)
+    assert arrays["group"].nbytes < len(pickle.dumps(group, 5)) / 10
+    assert sum(arrays[name].nbytes for name in stored.FIELDS) > 50_000
+
+
+def test_a_group_is_few_arrays_however_many_samples_it_has() -> None:
+    """The driver pays for each array that arrives. Samples without tokens and groups without samples work too."""
+    (group, *_) = split_groups(varied_groups())
+    sizes = []
+    for count in (1, len(group.trajectories)):
+        buffers: list[Any] = []
+        arrays = stored.store(Group(group.task, group.trajectories[:count]), keep_tail=False, compare=False)
+        pickle.dumps(arrays, 5, buffer_callback=buffers.append)
+        sizes.append(len(buffers))
+    assert sizes == [3 + len(stored.FIELDS)] * 2
+    failed = Group(group.task, [replace(t, stop=StopReason.ERROR, error="lost") for t in group.trajectories])
+    store = Store()
+    light = store.put(failed, keep_tail=False)
+    assert store.objects["group 0"]["ends"].shape == (len(stored.FIELDS), 0)
+    assert [t.digest.samples for t in light.trajectories] == [[] for _ in failed.trajectories]
+    assert light.lines() == failed.lines()
+    rows = {name: numpy.array([7, 7, 9], dtype) for name, dtype in stored.FIELDS.items()}
+    ends = numpy.array([[2, 2, 3]] * len(stored.FIELDS))
+    samples = [Sample([], [], stored=stored.StoredSample(0, 0, [], {}, index, "a")) for index in range(3)]
+    stored.load(samples, lambda _: rows | {"ends": ends})
+    assert [sample.token_ids for sample in samples] == [[7, 7], [], [9]]
 
 
 @pytest.mark.long

@@ -25,8 +25,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.agent.engines.native.adapter import NativeAdapter, load_tensors
 from agentgym_rl.errors import EngineError
-from agentgym_rl.scale.process_group import ProcessRanks, whole_state
+from agentgym_rl.scale.process_group import ProcessRanks
 from agentgym_rl.transport import device
+from agentgym_rl.transport.broadcast import whole_state
 from agentgym_rl.transport.device import DeviceWeights, Endpoint, device_id, open_endpoint, send_weights
 from agentgym_rl.types import Sampling
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agentgym_rl.errors import ConfigError, WorkerLost
-from agentgym_rl.scale.watch import Nodes, Threads, connecting, keep_sigterm_handler, unless_one_fails
+from agentgym_rl.scale.watch import Background, Nodes, Threads, connecting, keep_sigterm_handler
 
 
 def test_other_code_cannot_replace_the_sigterm_handler() -> None:
@@ -61,20 +61,34 @@ def test_waiting_ends_at_the_deadline_or_with_the_result() -> None:
     assert threads.until(lambda seconds: 0 < seconds <= 0.5, 100.0)
 
 
-async def test_a_pending_call_is_abandoned_when_a_task_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentgym_rl.scale.watch.TASKS_POLL_INTERVAL_S", 0.05)
-    tasks: list[asyncio.Future[Any]] = []
+async def test_a_pending_call_is_abandoned_when_a_task_fails() -> None:
+    background, loop = Background(), asyncio.get_running_loop()
 
-    async def fails_later() -> None:
-        await asyncio.sleep(0.1)
-        raise WorkerLost("a rank died")
+    async def ends_later(error: Exception | None) -> None:
+        await asyncio.sleep(0.01)
+        if error is not None:
+            raise error
 
-    assert await unless_one_fails(asyncio.sleep(0.01, "an answer"), lambda: tasks) == "an answer"
-    never = asyncio.get_running_loop().create_future()
-    asyncio.get_running_loop().call_later(0.1, lambda: tasks.append(asyncio.ensure_future(fails_later())))
+    def call() -> asyncio.Future[Any]:
+        return loop.create_future()
+
+    answer = call()
+    loop.call_later(0.05, answer.set_result, "an answer")
+    await background.start(ends_later(None))
+    background.start(ends_later(None)).cancel()
+    assert await background.unless_one_fails(answer) == "an answer"
+    cancelled = asyncio.create_task(background.unless_one_fails(call()))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    pending = [call(), call()]
+    waiting = asyncio.gather(*map(background.unless_one_fails, pending), return_exceptions=True)
+    background.start(ends_later(WorkerLost("a rank died")))
+    assert [str(error) for error in await asyncio.wait_for(waiting, 30)] == ["a rank died"] * 2
+    assert all(future.cancelled() for future in pending)
     with pytest.raises(WorkerLost, match="a rank died"):
-        await asyncio.wait_for(unless_one_fails(never, lambda: tasks), 30)
-    assert never.cancelled()
+        await background.unless_one_fails(call())
 
 
 def test_nodes_that_come_and_go_are_events() -> None:

@@ -19,13 +19,13 @@ from agentgym_rl.agent.engines.native.adapter import NativeAdapter, load_tensors
 from agentgym_rl.errors import EngineError
 from agentgym_rl.run.backend_ray import make_engine_adapter
 from agentgym_rl.run.memory_demand import demand_of
-from agentgym_rl.scale.process_group import whole_state
 from agentgym_rl.training.checkpoint import export
-from agentgym_rl.transport.buckets import (
+from agentgym_rl.transport.broadcast import (
     Entry,
     padded_bytes,
     place_in_buckets,
     tensor_view,
+    whole_state,
 )
 from agentgym_rl.types import Sampling
 

@@ -18,11 +18,10 @@ from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.agent.engines.vllm import Probe, VllmEngine, probe_model
 from agentgym_rl.errors import EngineError
 from agentgym_rl.run.backend_vllm import VllmAdapter
-from agentgym_rl.scale.process_group import whole_state
 from agentgym_rl.training.lora import add_adapter, policy_tensors
 from agentgym_rl.training.settings import LoraSettings
 from agentgym_rl.transport import broadcast
-from agentgym_rl.transport.broadcast import BroadcastWeights, Member
+from agentgym_rl.transport.broadcast import BroadcastWeights, Member, whole_state
 from agentgym_rl.transport.device import DeviceWeights, device_id, send_weights
 from agentgym_rl.types import Sampling
 

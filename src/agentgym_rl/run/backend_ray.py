@@ -33,27 +33,28 @@ from agentgym_rl.run.context import RunContext
 from agentgym_rl.run.environments_pool import EnvironmentsPool
 from agentgym_rl.run.load_model import choose_device, load_from
 from agentgym_rl.run.local_engine import make_native_engine
-from agentgym_rl.run.rank import Rank
-from agentgym_rl.run.rank_handles import (
-    LearnerHandle,
-    TrainerHandle,
-    claim_device,
-)
+from agentgym_rl.run.rank import Rank, RankResult, SampleResult
 from agentgym_rl.run.start import Start, describe_scratch, imitate
+from agentgym_rl.run.system import ENGINE_NAMES, join_metrics, metrics_of_process
 from agentgym_rl.run.teams import Team, absolute_players, team_of_host
 from agentgym_rl.scale.folders import require_same, require_shared
 from agentgym_rl.scale.publisher import shares_device_memory
 from agentgym_rl.scale.resource_plan import Plan
 from agentgym_rl.scale.shards import require_written
 from agentgym_rl.training import stored
+from agentgym_rl.training.batch import Batch, split_batch
 from agentgym_rl.training.checkpoint import commit, removed_on_error, save_state, stage
 from agentgym_rl.training.dpo import Preference
 from agentgym_rl.training.learner import freeze
 from agentgym_rl.training.metrics import DEPENDENCE_GROUPS
 from agentgym_rl.training.offline_settings import PairSettings
-from agentgym_rl.training.ranks import EmptyFirst
-from agentgym_rl.training.settings import SFTSettings, TreeSettings
+from agentgym_rl.training.ranks import EmptyFirst, balanced_shares
+from agentgym_rl.training.rl_learner import means
+from agentgym_rl.training.settings import RLSettings, SFTSettings, TreeSettings
 from agentgym_rl.types import CollectFrom, Group, Limits, Sample, Task
+
+ENGINE_METRICS_TIMEOUT_S = 1.0
+"""Seconds that an engine has to report the load of its machine. One that is being restarted does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class Job:
     oracle_share: float | None = None
     tree: TreeSettings | None = None
     stored: bool = False
-    """Whether the group is divided into the parts of training/stored.py."""
+    """Whether the group is returned as the arrays of training/stored.py."""
     keep_tail: bool = False
     """Whether samples keep the tokens after the last reply, for a critic."""
     keep_infos: bool = False
@@ -108,8 +109,8 @@ class Player:
     def num_open(self) -> int:
         return self._pool.num_open
 
-    async def play(self, job: Job) -> list[Group] | tuple[Any, ...]:
-        """Return the group, that of each role in a game of several, or the group's parts (training/stored.py)."""
+    async def play(self, job: Job) -> list[Group] | stored.Arrays:
+        """Return the group, that of each role in a game of several, or the group's arrays (training/stored.py)."""
         engine = self._engine.at_least(job.version)
         policies = engine_policies(
             engine,
@@ -179,6 +180,77 @@ def named_variables(environments: Iterable[EnvironmentConfig], team: TeamConfig 
     names = [env.token_variable for env in environments]
     names += [team.api_key_variable] if team is not None else []
     return {name: os.environ[name] for name in names if name is not None and name in os.environ}
+
+
+class TrainerHandle:
+    """A `Trainer` on ranks: every rank has all data and takes its share of a batch."""
+
+    def __init__(self, app: Any, data: list[Any], settings: SFTSettings | PairSettings, seed: int | str) -> None:
+        self._app = app
+        claim_device(app)
+        self.total: int = app.on_all("make_trainer", data, settings, seed)[0]
+        self.updates = 0
+
+    def step(self) -> dict[str, float]:
+        claim_device(self._app)
+        results = self._app.on_all("step")
+        self.updates += 1
+        return results[0] | join_metrics(results)
+
+    def restored(self, updates: int, kl_coef: float) -> None:
+        self.updates = updates
+
+
+class LearnerHandle:
+    """The learner of `train_rl` on ranks: gives each rank its share and joins their results."""
+
+    def __init__(self, app: Any, settings: RLSettings) -> None:
+        self._app, self._rl, self._size = app, settings, app.plan.learners
+        self.kl_coef = settings.kl_coef
+
+    def score(self, samples: list[Sample], *, policy_only: bool = False) -> None:
+        claim_device(self._app)
+        shares = balanced_shares([s.num_tokens for s in samples], self._size)
+        rank_results = self._app.on_ranks("score", [([samples[i] for i in share], policy_only) for share in shares])
+        for share, results in zip(shares, rank_results, strict=True):
+            fill([samples[i] for i in share], results)
+
+    def learn(self, batch: Batch, seed: int) -> dict[str, float]:
+        claim_device(self._app)
+        shares, indices = split_batch(batch, self._size, self._rl.minibatches, seed)
+        results: list[RankResult] = self._app.on_ranks("learn", [(share, seed) for share in shares])
+        for known, result in zip(indices, results, strict=True):
+            fill([batch.samples[i] for i in known], result.samples)
+        self.kl_coef = results[0].kl_coef
+        system = system_metrics(self._app, [result.metrics for result in results])
+        return results[0].metrics | system | means([result.turn_sums for result in results])
+
+    def restored(self, updates: int, kl_coef: float) -> None:
+        self.kl_coef = kl_coef
+
+
+def claim_device(app: Any) -> None:
+    """Free the device for ranks if they share it with engines. Call only while no episode is played."""
+    if app.plan.layout == "colocated":
+        app.ask_engines("sleep")
+
+
+def system_metrics(app: Any, ranks: list[dict[str, float]]) -> dict[str, float]:
+    """Return the `system/` metrics of ranks, and of engines that have machines or GPUs of their own."""
+    if app.plan.layout == "colocated":
+        return join_metrics(ranks)
+    engines = app.ask_engines("__ray_call__", metrics_of_process, timeout_s=ENGINE_METRICS_TIMEOUT_S)
+    return join_metrics([*ranks, *({ENGINE_NAMES.get(name, name): v for name, v in e.items()} for e in engines)])
+
+
+def fill(samples: list[Sample], results: list[SampleResult]) -> None:
+    """Give samples what the ranks found out about them."""
+    for sample, result in zip(samples, results, strict=True):
+        if isinstance(result, bytes):
+            sample.stored.learned_line = result
+            continue
+        for name, value in result.items():
+            setattr(sample, name, value)
 
 
 class RayBackend:
@@ -282,10 +354,8 @@ class RayBackend:
             return [group for groups in await asyncio.gather(*(play(job) for job in jobs)) for group in groups]
 
         async def play(job: Job) -> list[Group]:
-            parts, references = await self._app.play(job, job.group_size, 3 if job.stored else 1)
-            groups = [parts[0]] if job.stored else parts[0]
-            if job.stored:
-                stored.attach(parts[0], parts[1], parts[2], references[1])
+            result, reference = await self._app.play(job, job.group_size)
+            groups = [stored.unpack(result, reference)] if job.stored else result
             if on_trajectory is not None:
                 for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
                     on_trajectory(trajectory)

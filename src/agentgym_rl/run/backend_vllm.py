@@ -13,11 +13,9 @@ import torch
 from agentgym_rl.agent.engines.replicas import Replicas
 from agentgym_rl.agent.engines.vllm import Probe, VllmEngine, VllmServer, probe_model
 from agentgym_rl.config import Config, EngineConfig
-from agentgym_rl.scale.process_group import untied_state
 from agentgym_rl.training.checkpoint import export
 from agentgym_rl.training.lora import policy_tensors
-from agentgym_rl.transport.broadcast import BroadcastWeights
-from agentgym_rl.transport.buckets import WeightsInterrupted, WeightSource
+from agentgym_rl.transport.broadcast import BroadcastWeights, WeightsInterrupted, WeightSource, untied_state
 from agentgym_rl.transport.device import DeviceWeights, Endpoint
 
 Vllm = VllmEngine | VllmServer | Replicas

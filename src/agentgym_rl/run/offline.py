@@ -21,6 +21,7 @@ from agentgym_rl.run.heldout import held_out_pairs
 from agentgym_rl.run.rounds import RETRAINED, Round, RoundMaker, read_round, round_path, write_round
 from agentgym_rl.run.run import Run
 from agentgym_rl.run.stopping import last_checkpoint, try_checkpoint
+from agentgym_rl.run.system import join_metrics
 from agentgym_rl.training.checkpoint import checkpoint_path
 
 LINES_PER_ROUND = 100
@@ -137,7 +138,7 @@ class OfflineRun(Run):
                 metrics |= current.metrics if trainer.updates == 1 else {}
                 metrics |= {"round": float(current.number), "time/step_s": time.perf_counter() - started}
                 self.step += 1
-                self.log.log(self.step, self.system.metrics() | metrics)
+                self.log.log(self.step, metrics | join_metrics([self.system.metrics(), metrics]))
                 if trainer.updates % updates_per_line == 0 or trainer.updates == trainer.total:
                     self.console.step(self.step, metrics)
                 if trainer.updates < trainer.total:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,10 @@ from agentgym_rl.run.backend import (
     make_trainer,
 )
 from agentgym_rl.run.load_model import choose_device, load_from
-from agentgym_rl.run.rank_handles import (
-    RankResult,
-    SampleResult,
-    result_of_learning,
-    result_of_score,
-)
+from agentgym_rl.run.log import learned_line
 from agentgym_rl.run.start import make_untrained_model
-from agentgym_rl.run.system import SystemMonitor
-from agentgym_rl.scale.process_group import ProcessRanks, untied_state, whole_state
+from agentgym_rl.run.system import SystemMonitor, devices_of
+from agentgym_rl.scale.process_group import ProcessRanks
 from agentgym_rl.scale.shards import ShardWriter, like_learner, load_shards, shard_state
 from agentgym_rl.training import lora, stored
 from agentgym_rl.training.batch import Batch
@@ -41,7 +37,37 @@ from agentgym_rl.training.offline_settings import PairSettings, RewardModelSetti
 from agentgym_rl.training.reward_model import RewardTrainer, save_head
 from agentgym_rl.training.rl_learner import turn_sums
 from agentgym_rl.training.settings import SFTSettings
+from agentgym_rl.transport.broadcast import untied_state, whole_state
 from agentgym_rl.types import Sample
+
+SCORED_FIELDS = ("old_logprobs", "entropies", "reference_logprobs", "teacher_logprobs", "values", "last_value")
+"""Fields of a sample that a learner fills in."""
+SampleResult = dict[str, Any] | bytes
+"""Fields of a sample, or the line of the log if the driver needs no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankResult:
+    """Result of a rank's `learn`."""
+
+    metrics: dict[str, float]
+    kl_coef: float
+    turn_sums: dict[str, tuple[float, int]]
+    """Sums of the metrics by turn, over this rank's samples."""
+    samples: list[SampleResult]
+
+
+def result_of_score(sample: Sample, policy_only: bool) -> SampleResult:
+    """Return the scores of a sample. Metrics of the policy also compare them with what was stored."""
+    names = (*SCORED_FIELDS, "logprobs", "turn_index") if policy_only and sample.stored else SCORED_FIELDS
+    return {name: getattr(sample, name) for name in names}
+
+
+def result_of_learning(sample: Sample) -> SampleResult:
+    """Return the line of the log for a stored sample that is a whole episode, else the sample's scores."""
+    if sample.stored is not None and not sample.order:
+        return learned_line(sample.trajectory_id, [sample])
+    return result_of_score(sample, policy_only=False)
 
 
 class Rank:
@@ -63,7 +89,7 @@ class Rank:
         self.fetch: Callable[[Any], Any] = _without_store
         """Reads an object of the cluster's store; set by the actor."""
         self._writer = ShardWriter(background=config.checkpoint.background)
-        self._system = SystemMonitor()
+        self._system = SystemMonitor(devices_of(device))
         self._folder = ""
         """Folder of the model that was loaded last."""
         self._model: Any = None
@@ -113,7 +139,7 @@ class Rank:
         return self._learner.total
 
     def step(self) -> dict[str, float]:
-        return self._learner.step()
+        return self._learner.step() | self._system.metrics()
 
     def release_trainer(self) -> None:
         """Free the trainer. In bfloat16 the weights are those that engines have from now on."""
@@ -138,7 +164,7 @@ class Rank:
     def learn(self, batch: Batch, seed: int) -> RankResult:
         samples = list(batch.samples)
         stored.load(samples, self.fetch)
-        metrics = self._learner.learn(batch, seed) | self._system.gpu()
+        metrics = self._learner.learn(batch, seed) | self._system.metrics()
         self._release_device()
         return RankResult(
             metrics, self._learner.kl_coef, turn_sums(samples), [result_of_learning(sample) for sample in samples]

@@ -13,6 +13,7 @@ from agentgym_rl.run.judging import CACHE_NAME, make_rewards
 from agentgym_rl.run.log import horizon_stages
 from agentgym_rl.run.run import Run
 from agentgym_rl.run.stopping import last_checkpoint, try_checkpoint
+from agentgym_rl.run.system import join_metrics
 from agentgym_rl.run.teaching import Taught, require_same_tokens
 from agentgym_rl.training.checkpoint import checkpoint_path, list_checkpoints
 from agentgym_rl.training.doctor import Doctor
@@ -147,7 +148,7 @@ class RLRun(Run):
         expected = expected_steps(self.config.rl, step, float(metrics["tokens/total"]))
         if self.backend.team is not None:
             metrics = {**metrics, **self.backend.team.league.metrics()}
-        self.log.log(step, self.system.metrics() | metrics, steps=expected)
+        self.log.log(step, metrics | join_metrics([self.system.metrics(), metrics]), steps=expected)
         self.console.step(step, metrics, expected)
         for finding in self.doctor.observe({"step": step, **metrics}):
             self.log.log_finding(finding.line())

@@ -15,9 +15,10 @@ from agentgym_rl.run.backend import Backend
 from agentgym_rl.run.context import RunContext
 from agentgym_rl.run.events import EventPoller
 from agentgym_rl.run.heldout import evaluate
+from agentgym_rl.run.load_model import choose_device
 from agentgym_rl.run.plots import learning_curve
 from agentgym_rl.run.stopping import stop_with_checkpoint, try_checkpoint
-from agentgym_rl.run.system import SystemMonitor
+from agentgym_rl.run.system import SystemMonitor, devices_of
 from agentgym_rl.training.checkpoint import checkpoint_path
 
 
@@ -37,7 +38,8 @@ class Run(ABC):
         self.saved_step: int | None = None
         """Step of the last checkpoint, which is not written again if the run stops right after it."""
         self.events = EventPoller(backend.events, self.warn)
-        self.system = SystemMonitor()
+        on_this_machine = self.config.scale is None
+        self.system = SystemMonitor(devices_of(choose_device(self.config.model)[0]) if on_this_machine else ())
 
     async def run(self, saved: dict[str, Any] | None) -> dict[str, Any]:
         """Run from the start, or from what a checkpoint holds, to the end; return the summary."""

@@ -6,7 +6,6 @@ Gradients are summed, not averaged, because every rank's loss is normalized by t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from itertools import chain
 from types import MethodType
@@ -128,11 +127,6 @@ def join(rank: int, size: int, address: str, device: str = "cpu", timeout_s: flo
     )
 
 
-def leave() -> None:
-    with suppress(Exception):  # the group is already gone if a rank died
-        dist.destroy_process_group()
-
-
 def shard_model(model: Any, mesh: DeviceMesh, *, offload: bool = False) -> None:
     """Shard a model's parameters over the mesh, in place: each layer by itself, the rest (embeddings, head) together.
 
@@ -156,16 +150,3 @@ def shard_model(model: Any, mesh: DeviceMesh, *, offload: bool = False) -> None:
 
 def _gathered(model: Any, function: Callable[..., Any], *arguments: Any) -> Any:
     return function(model, *arguments)
-
-
-def untied_state(model: Any) -> dict[str, Tensor]:
-    """Return a model's state. Tied tensors (a head that is the embedding) are in it once, as in a saved model."""
-    all_names = dict(model.named_parameters(remove_duplicate=False)).keys()
-    tied = all_names - dict(model.named_parameters()).keys()
-    return {name: value.detach() for name, value in model.state_dict().items() if name not in tied}
-
-
-def whole_state(model: Any) -> Iterable[tuple[str, Tensor]]:
-    """Yield (name, whole tensor on this device) of a model's state. Every rank must read all of them."""
-    for name, value in untied_state(model).items():
-        yield name, value.full_tensor() if isinstance(value, DTensor) else value

@@ -1,4 +1,8 @@
-"""Sends versions of the weights from ranks to engines, in one of two ways.
+"""Sends versions of the weights from ranks to engines: the driver's side, and the two ends of a transfer.
+
+    Publisher       decides which engines get a version how, and starts both ends
+    LearnerRank     actor of a learner rank; `send_weights`
+    EngineReplica   actor of an engine; `load`
 
 An engine that shares a device with a rank gets them there (transport/device.py), because every rank gathers all tensors
 anyway. The other engines get a broadcast from the ranks that own a shard (transport/broadcast.py). A broadcast needs
@@ -9,27 +13,31 @@ An engine that was restarted gets the weights that the ranks hold when it is bac
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, cycle
 from typing import Any, Literal, Protocol
 
+from agentgym_rl.agent.engines.base import EngineAdapter
 from agentgym_rl.errors import ConfigError, EngineError
+from agentgym_rl.scale.process_group import join
 from agentgym_rl.scale.resource_plan import Plan
-from agentgym_rl.scale.watch import require_none_failed
-from agentgym_rl.transport.broadcast import BroadcastWeights, Member
-from agentgym_rl.transport.buckets import WeightSource
+from agentgym_rl.scale.watch import Background
+from agentgym_rl.transport import broadcast, device
+from agentgym_rl.transport.broadcast import BroadcastWeights, Member, WeightsInterrupted, WeightSource
 from agentgym_rl.transport.device import DEVICE_WEIGHTS_VARIABLE, DeviceWeights, Endpoint
+from agentgym_rl.types import Completion, Sampling
 
 OLD_DEVICE_WEIGHTS_VARIABLE = "AGENTGYM_RL_LEND"
 """Earlier name of the variable, still read."""
 REPORT_TIMEOUT_S = 60.0
 """Seconds that a process has to report why another one failed."""
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 MAX_DEATHS = 3
 """Times in a row that an engine may die while it is sent weights."""
 MAX_INTERRUPTIONS = 3
@@ -46,7 +54,7 @@ class EngineLink(Protocol):
     plan: Plan
     store: str
     """host:port of the ranks' TCPStore."""
-    submitting: AbstractContextManager[Any]
+    submitting: contextlib.AbstractContextManager[Any]
     """Lock under which calls to ranks are started, so that all ranks run them in the same order."""
     learned: bool
     """Whether ranks have changed the weights, or were told to, since they were last published."""
@@ -102,11 +110,10 @@ class Publisher:
     """Publishes the weights of one run."""
 
     def __init__(self, link: EngineLink) -> None:
-        self._link = link
+        self._link, self.background = link, Background()
         self.version = -1
         self.outdated: dict[int, asyncio.Task[None]] = {}
         """Engines that died, with the task that sends each the weights when it is back."""
-        self._watches: list[asyncio.Task[None]] = []
         self._deaths: dict[int, int] = {}
         """Times in a row that each engine died while it was sent weights."""
         self._lock = asyncio.Lock()
@@ -114,16 +121,13 @@ class Publisher:
         self._group: tuple[dict[int, str], list[Member]] | None = None
         """({engine: id of its process}, members) of the last broadcast, if its group can be used again."""
 
-    def tasks(self) -> Iterator[asyncio.Future[Any]]:
-        yield from self.outdated.values()
-        yield from self._watches
-
     async def publish(self, version: int) -> str:
         """Send the learner's weights to every engine that is up; the others get them when they return.
         Return a description of how the weights were sent."""
-        require_none_failed(self.tasks())
-        if not self._watches:
-            self._watches = [asyncio.create_task(self._watch(i)) for i in range(self._link.plan.engines)]
+        self.background.require_none_failed()
+        if not self.background.tasks:
+            for index in range(self._link.plan.engines):
+                self.background.start(self._watch(index))
         async with self._lock:
             engines = [i for i in range(self._link.plan.engines) if i not in self.outdated]
             ways, lost = await self._send(engines, version)
@@ -142,10 +146,9 @@ class Publisher:
             await self._link.wait_for_engine(index)
 
     def _send_when_back(self, index: int) -> None:
-        if (earlier := self.outdated.get(index)) is not None:
-            require_none_failed([earlier])  # otherwise it still waits for the same engine
-        else:
-            self.outdated[index] = asyncio.create_task(self._wait_and_send(index))
+        self.background.require_none_failed()
+        if index not in self.outdated:  # otherwise it still waits for the same engine
+            self.outdated[index] = self.background.start(self._wait_and_send(index))
 
     async def _wait_and_send(self, index: int) -> None:
         while True:
@@ -308,3 +311,140 @@ class Publisher:
 def _backend(plan: Plan) -> Literal["gloo", "nccl"]:
     """Return torch's backend for broadcasts. NCCL refuses two processes on one device."""
     return "nccl" if plan.device == "cuda" and plan.layout == "disaggregated" else "gloo"
+
+
+class LearnerRank:
+    """One learner rank. `make(rank, size)` returns an object with the methods that `call` names."""
+
+    def __init__(self, make: Callable[[int, int], Any], rank: int, size: int) -> None:
+        self._make, self._rank, self._size = make, rank, size
+        self._work: Any = None
+
+    def begin(self, address: str, device: str, fetch: Callable[[Any], Any]) -> None:
+        """Meet the other ranks at `address`. `fetch` reads an object of the cluster's store."""
+        if device == "cuda":
+            device = "cuda:0"  # Ray shows this process only its own device
+        # A long timeout is harmless, because Ray reports a dead rank.
+        join(self._rank, self._size, f"tcp://{address}", device)
+        self._work = self._make(self._rank, self._size)
+        self._work.fetch = fetch
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        return getattr(self._work, method)(*arguments)
+
+    def device(self) -> str:
+        return device.device_id()
+
+    def send_weights(self, version: int, bucket_bytes: int, to: list[Endpoint] | Member | None) -> dict[str, str]:
+        """Send the whole state to engines on this device, or as a member of a group. Returns {endpoint or group: why}
+        of those that failed."""
+        if isinstance(to, Member):
+            return broadcast.send_weights(self._work.whole_state(), to, version, bucket_bytes)
+        return {} if to is None else device.send_weights(self._work.whole_state(), version, to, bucket_bytes)
+
+
+class EngineReplica:
+    """An engine. `make()` returns its EngineAdapter, whose `engine` samples. `begin()` returns (the run's SharedState,
+    whether this process replaces one that died)."""
+
+    def __init__(self, make: Callable[[], EngineAdapter], begin: Any, index: int, visible_devices: str) -> None:
+        if visible_devices:  # its learners', which reserve them
+            os.environ[VISIBLE_DEVICES] = visible_devices
+        self._adapter: Any = make()
+        self._state, self._restarted = begin()
+        self._name, self._process = f"engine {index}", uuid.uuid4().hex
+        self._loading, self._loaded = asyncio.Lock(), asyncio.Condition()
+        self._sleeping = False
+        self._endpoints: list[Endpoint] = []
+        self._adapter.engine.version = -1  # its first weights have not been published
+
+    async def begin(self) -> int:
+        """Return the maximum context in tokens."""
+        return self._adapter.engine.max_context
+
+    async def generate(self, prompt_ids: list[int], sampling: Sampling, session: str, oldest: int = 0) -> Completion:
+        """Sample with version `oldest` of the weights or a later one."""
+        while True:
+            await self.wait_for_weights(oldest)
+            try:
+                async with self._exit_if_died():
+                    if self._sleeping:  # a step without an update publishes no weights
+                        await self._wake()
+                    return await self._adapter.engine.generate(prompt_ids, sampling, session)
+            except EngineError:
+                if self._adapter.version >= 0:
+                    raise  # otherwise an interrupted update failed the reply: sample it with the next weights
+
+    async def wait_for_weights(self, oldest: int = 0) -> None:
+        async with self._loaded:
+            await self._loaded.wait_for(lambda: self._adapter.version >= oldest)
+
+    async def wait_for_death(self) -> None:
+        """Never return: the call fails when this process dies."""
+        await asyncio.Event().wait()
+
+    async def release(self, session: str) -> None:
+        await self._adapter.engine.release(session)
+
+    async def start(self) -> str:
+        """Prepare to load weights. Returns an id of this process."""
+        async with self._loading, self._exit_if_died():
+            await self._adapter.start()
+        return self._process
+
+    async def load(self, source: WeightSource, version: int, probe: Any = None) -> int:
+        """Load a version. Returns the version it has: another one if the transfer was interrupted."""
+        async with self._loading, self._exit_if_died():
+            if isinstance(source, DeviceWeights) and source.endpoint not in self._endpoints:
+                return self._adapter.version  # this process replaced the one that had opened the endpoint
+            if self._restarted:  # no call may have noticed the death
+                self._state.report.remote(self._name, "engine_lost", "died")
+            try:
+                await self._adapter.load(source, version, probe)
+            except WeightsInterrupted:
+                if self._adapter.died:
+                    raise
+                return self._adapter.version
+            self._sleeping = False
+            if self._restarted:
+                message = f"was restarted and has version {version} of the weights"
+                self._state.report.remote(self._name, "engine_started", message)
+                self._restarted = False
+        async with self._loaded:
+            self._loaded.notify_all()
+        return self._adapter.version
+
+    async def open_endpoints(self) -> list[Endpoint]:
+        """Prepare to load weights from the ranks on the same devices."""
+        async with self._loading, self._exit_if_died():
+            self._endpoints = await self._adapter.open_endpoints()
+            self._sleeping = False
+            return self._endpoints
+
+    async def sleep(self) -> None:
+        """Free device memory for the learner that shares it, until weights or a request arrive."""
+        async with self._loading, self._exit_if_died():
+            await self._adapter.sleep()
+            self._sleeping = True
+
+    async def _wake(self) -> None:
+        async with self._loading:
+            if self._sleeping:
+                await self._adapter.wake()
+                self._sleeping = False
+
+    @contextlib.asynccontextmanager
+    async def _exit_if_died(self) -> AsyncIterator[None]:
+        """Exit if the engine's own processes (vLLM's) died, so that Ray restarts this actor like any dead engine."""
+        try:
+            yield
+        except Exception as error:
+            if self._adapter.died:
+                message = f"lost its own processes and is restarted ({error})"
+                await self._state.report.remote(self._name, "engine_lost", message)
+                await self._state.failed.remote(self._name, str(error))
+                os._exit(1)
+            raise
+
+    async def close(self) -> None:
+        await self._adapter.engine.close()

@@ -22,7 +22,8 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import ray
@@ -34,16 +35,12 @@ from agentgym_rl.agent.engines.base import EngineAdapter
 from agentgym_rl.agent.engines.routing import SessionRouter
 from agentgym_rl.errors import ConfigError, EngineError, WorkerLost
 from agentgym_rl.scale.host_scheduler import HostScheduler
-from agentgym_rl.scale.process_group import join, leave
-from agentgym_rl.scale.publisher import EngineLost, Publisher
+from agentgym_rl.scale.publisher import VISIBLE_DEVICES, EngineLost, EngineReplica, LearnerRank, Publisher
 from agentgym_rl.scale.readiness import wait_for_head, wait_for_nodes
 from agentgym_rl.scale.resource_plan import Plan, bundles
 from agentgym_rl.scale.shared_state import SharedState
-from agentgym_rl.scale.watch import POLL_INTERVAL_S, Nodes, Threads, connecting, keep_sigterm_handler, unless_one_fails
-from agentgym_rl.transport import broadcast, device
-from agentgym_rl.transport.broadcast import Member
-from agentgym_rl.transport.buckets import WeightsInterrupted, WeightSource
-from agentgym_rl.transport.device import DeviceWeights, Endpoint
+from agentgym_rl.scale.watch import POLL_INTERVAL_S, Nodes, Threads, connecting, keep_sigterm_handler
+from agentgym_rl.transport import broadcast
 from agentgym_rl.types import Completion, Sampling
 
 NAMESPACE = "agentgym-rl"
@@ -52,154 +49,8 @@ RETRY_INTERVAL_S = 0.25
 """Seconds between polls of a worker that is being restarted."""
 CLOSE_TIMEOUT_S = 10.0
 """Seconds that a worker has to close its resources."""
-VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 MAX_DEATHS = 5
 """Give up on a call after this many workers died while running it."""
-
-
-class LearnerRank:
-    """One learner rank. `make(rank, size)` returns an object with the methods that `call` names."""
-
-    def __init__(self, make: Callable[[int, int], Any], rank: int, size: int) -> None:
-        self._make, self._rank, self._size = make, rank, size
-        self._work: Any = None
-
-    def address(self) -> str:
-        """Return host:port at which the ranks can meet. Called on the first rank."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
-
-    def begin(self, address: str, device: str) -> None:
-        if device == "cuda":
-            device = "cuda:0"  # Ray shows this process only its own device
-        # A long timeout is harmless, because Ray reports a dead rank.
-        join(self._rank, self._size, f"tcp://{address}", device)
-        self._work = self._make(self._rank, self._size)
-        self._work.fetch = ray.get
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        return getattr(self._work, method)(*arguments)
-
-    def device(self) -> str:
-        return device.device_id()
-
-    def send_weights(self, version: int, bucket_bytes: int, to: list[Endpoint] | Member | None) -> dict[str, str]:
-        """Send the whole state to engines on this device, or as a member of a group. Returns {endpoint or group: why}
-        of those that failed."""
-        if isinstance(to, Member):
-            return broadcast.send_weights(self._work.whole_state(), to, version, bucket_bytes)
-        return {} if to is None else device.send_weights(self._work.whole_state(), version, to, bucket_bytes)
-
-    def close(self) -> None:
-        leave()
-
-
-class EngineReplica:
-    """An engine. `make()` returns its EngineAdapter, whose `engine` samples."""
-
-    def __init__(self, make: Callable[[], EngineAdapter], state: str, index: int, visible_devices: str) -> None:
-        if visible_devices:  # its learners', which reserve them
-            os.environ[VISIBLE_DEVICES] = visible_devices
-        self._adapter: Any = make()
-        self._state = ray.get_actor(state, NAMESPACE)
-        self._name, self._process = f"engine {index}", uuid.uuid4().hex
-        self._restarted = ray.get_runtime_context().was_current_actor_reconstructed
-        self._loading, self._loaded = asyncio.Lock(), asyncio.Condition()
-        self._sleeping = False
-        self._endpoints: list[Endpoint] = []
-        self._adapter.engine.version = -1  # its first weights have not been published
-
-    async def begin(self) -> int:
-        """Return the maximum context in tokens."""
-        return self._adapter.engine.max_context
-
-    async def generate(self, prompt_ids: list[int], sampling: Sampling, session: str, oldest: int = 0) -> Completion:
-        """Sample with version `oldest` of the weights or a later one."""
-        while True:
-            await self.wait_for_weights(oldest)
-            try:
-                async with self._exit_if_died():
-                    if self._sleeping:  # a step without an update publishes no weights
-                        await self._wake()
-                    return await self._adapter.engine.generate(prompt_ids, sampling, session)
-            except EngineError:
-                if self._adapter.version >= 0:
-                    raise  # otherwise an interrupted update failed the reply: sample it with the next weights
-
-    async def wait_for_weights(self, oldest: int = 0) -> None:
-        async with self._loaded:
-            await self._loaded.wait_for(lambda: self._adapter.version >= oldest)
-
-    async def wait_for_death(self) -> None:
-        """Never return: the call fails when this process dies."""
-        await asyncio.Event().wait()
-
-    async def release(self, session: str) -> None:
-        await self._adapter.engine.release(session)
-
-    async def start(self) -> str:
-        """Prepare to load weights. Returns an id of this process."""
-        async with self._loading, self._exit_if_died():
-            await self._adapter.start()
-        return self._process
-
-    async def load(self, source: WeightSource, version: int, probe: Any = None) -> int:
-        """Load a version. Returns the version it has: another one if the transfer was interrupted."""
-        async with self._loading, self._exit_if_died():
-            if isinstance(source, DeviceWeights) and source.endpoint not in self._endpoints:
-                return self._adapter.version  # this process replaced the one that had opened the endpoint
-            if self._restarted:  # no call may have noticed the death
-                self._state.report.remote(self._name, "engine_lost", "died")
-            try:
-                await self._adapter.load(source, version, probe)
-            except WeightsInterrupted:
-                if self._adapter.died:
-                    raise
-                return self._adapter.version
-            self._sleeping = False
-            if self._restarted:
-                message = f"was restarted and has version {version} of the weights"
-                self._state.report.remote(self._name, "engine_started", message)
-                self._restarted = False
-        async with self._loaded:
-            self._loaded.notify_all()
-        return self._adapter.version
-
-    async def open_endpoints(self) -> list[Endpoint]:
-        """Prepare to load weights from the ranks on the same devices."""
-        async with self._loading, self._exit_if_died():
-            self._endpoints = await self._adapter.open_endpoints()
-            self._sleeping = False
-            return self._endpoints
-
-    async def sleep(self) -> None:
-        """Free device memory for the learner that shares it, until weights or a request arrive."""
-        async with self._loading, self._exit_if_died():
-            await self._adapter.sleep()
-            self._sleeping = True
-
-    async def _wake(self) -> None:
-        async with self._loading:
-            if self._sleeping:
-                await self._adapter.wake()
-                self._sleeping = False
-
-    @contextlib.asynccontextmanager
-    async def _exit_if_died(self) -> AsyncIterator[None]:
-        """Exit if the engine's own processes (vLLM's) died, so that Ray restarts this actor like any dead engine."""
-        try:
-            yield
-        except Exception as error:
-            if self._adapter.died:
-                message = f"lost its own processes and is restarted ({error})"
-                await self._state.report.remote(self._name, "engine_lost", message)
-                await self._state.failed.remote(self._name, str(error))
-                os._exit(1)
-            raise
-
-    async def close(self) -> None:
-        await self._adapter.engine.close()
 
 
 class RemoteEngine:
@@ -259,6 +110,18 @@ class RemoteEngine:
     async def _wait_for_replica(self, index: int) -> None:
         await wait_until_answered(self._replicas[index].wait_for_weights)
         del self._down[index]
+
+
+def free_address(_: Any) -> str:
+    """Return host:port of this node at which ranks can meet."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+
+
+def about_actor(state: str) -> tuple[Any, bool]:
+    """Return (the run's SharedState, whether this actor was restarted)."""
+    return ray.get_actor(state, NAMESPACE), ray.get_runtime_context().was_current_actor_reconstructed
 
 
 def node_id() -> str:
@@ -341,8 +204,8 @@ class RayApp:
             .remote(make_learner, rank, plan.learners)
             for rank in range(plan.learners)
         ]
-        self.store = await self.learners[0].address.remote()
-        calls = [rank.begin.remote(self.store, plan.device) for rank in self.learners]
+        self.store = await self.learners[0].__ray_call__.remote(free_address)
+        calls = [rank.begin.remote(self.store, plan.device, ray.get) for rank in self.learners]
         await self._threads.run(self._finish, calls)
 
     async def start_players(self, make_engine: Callable[[], EngineAdapter], make_player: Callable[[Any], Any]) -> None:
@@ -362,7 +225,7 @@ class RayApp:
         self.engines = [
             ray.remote(EngineReplica)
             .options(name=name, **common, **placements["engine"][i], **restart, max_concurrency=10_000)
-            .remote(make_engine, state, i, visible[i])
+            .remote(make_engine, partial(about_actor, state), i, visible[i])
             for i, name in enumerate(engines)
         ]
         self.hosts = [
@@ -448,11 +311,13 @@ class RayApp:
         """Call `on_all` in a thread, so that the run can be stopped meanwhile."""
         return await self._threads.run(self.on_all, method, *arguments)
 
-    def sleep_engines(self) -> None:
-        """Free the devices that ranks share with engines. Call only while no episode is played."""
-        for ref in [engine.sleep.remote() for engine in self.engines]:
-            with contextlib.suppress(RayActorError):  # a dead engine uses no memory and fetches weights later
-                ray.get(ref)
+    def ask_engines(self, method: str, *arguments: Any, timeout_s: float | None = None) -> list[Any]:
+        """Return the answers of all engines that are alive and answer in time."""
+        answers = []
+        for call in [getattr(engine, method).remote(*arguments) for engine in self.engines]:
+            with contextlib.suppress(RayActorError, GetTimeoutError):
+                answers.append(ray.get(call, timeout=timeout_s))
+        return answers
 
     def _finish(self, refs: list[Any]) -> list[Any]:
         waiting = list(refs)
@@ -513,17 +378,17 @@ class RayApp:
 
     # Groups: driver -> host.
 
-    async def play(self, job: Any, episodes: int, num_parts: int = 1) -> tuple[list[Any], list[Any]]:
+    async def play(self, job: Any, episodes: int) -> tuple[Any, Any]:
         """Play a group on the host with the fewest episodes. If the host dies, another plays the group from the start;
-        the dead host's episodes are lost, so no episode is in a batch twice. Return its parts and their references."""
+        the dead host's episodes are lost, so no episode is in a batch twice. Return (the result, its reference)."""
         deaths = 0
         while True:
             async with self._scheduler.host(episodes) as index:
                 try:
-                    call = self.hosts[index].play.options(num_returns=num_parts).remote(job)
-                    refs = [call] if num_parts == 1 else call
-                    # This copies each part to the driver's node, so that the loss of the host's node loses no group.
-                    return await unless_one_fails(asyncio.gather(*refs), self.weights.tasks), refs
+                    call = self.hosts[index].play.remote(job)
+                    # This copies the result to the driver's node, so that the loss of the host's node loses no group.
+                    answer = asyncio.wrap_future(call.future())
+                    return await self.weights.background.unless_one_fails(answer), call
                 except (RayActorError, ObjectLostError) as error:
                     await self.call_state("__ray_ready__")
                     self._host_lost(index)
@@ -563,7 +428,7 @@ class RayApp:
 
     async def close(self) -> None:
         """Close the actors' resources, end them and release their reservations."""
-        waiting = (*self._down.values(), *self.weights.tasks())
+        waiting = (*self._down.values(), *self.weights.background.tasks)
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)  # their errors have been reported already

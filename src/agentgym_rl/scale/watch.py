@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -17,8 +17,6 @@ from agentgym_rl.errors import ConfigError, WorkerLost
 
 CONNECT_TIMEOUT_S = 30.0
 """Seconds that a cluster's head has to accept a connection."""
-TASKS_POLL_INTERVAL_S = 10.0
-"""Seconds between checks for new tasks to watch."""
 POLL_INTERVAL_S = 0.5
 """Seconds between a waiting thread's checks whether the run is closing."""
 
@@ -76,24 +74,43 @@ class Threads:
         await asyncio.gather(*self._running, return_exceptions=True)
 
 
-def require_none_failed(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Raise the error of a failed task that nothing awaits."""
-    for task in tasks:
-        if task.done() and not task.cancelled():
-            task.result()
+class Background:
+    """Tasks beside a run's calls. A call ends as soon as one of them fails, because it might then never return."""
 
+    def __init__(self) -> None:
+        self.tasks: set[asyncio.Task[None]] = set()
+        self._calls: set[asyncio.Future[Any]] = set()
+        self._error: BaseException | None = None
 
-async def unless_one_fails(call: Awaitable[Any], tasks: Callable[[], Iterable[asyncio.Future[Any]]]) -> Any:
-    """Return the call's result, or raise as soon as one of the `tasks` fails: the call might then never end."""
-    answer = asyncio.ensure_future(call)
-    try:
-        while not answer.done():
-            require_none_failed(tasks())
-            others = [task for task in tasks() if not task.done()]
-            await asyncio.wait({answer, *others}, timeout=TASKS_POLL_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
-        return answer.result()
-    finally:
-        answer.cancel()
+    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def require_none_failed(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    async def unless_one_fails(self, call: asyncio.Future[Any]) -> Any:
+        """Return the call's result, or raise the error of a task."""
+        self._calls.add(call)
+        try:
+            self.require_none_failed()
+            return await call
+        except asyncio.CancelledError:
+            self.require_none_failed()
+            raise
+        finally:
+            self._calls.discard(call)
+            call.cancel()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self.tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._error = self._error or error
+            for call in self._calls:
+                call.cancel()
 
 
 class Nodes:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import pairwise
 from math import comb, fsum
+from operator import mul
 from statistics import fmean, pstdev
 
 from agentgym_rl.types import ENVIRONMENT, Group, Sample, StopReason, Task, Trajectory
@@ -127,7 +128,7 @@ def _means(groups: list[Group], digests: Mapping[int, Digest]) -> dict[str, floa
         "actions/invalid_rate": _rate(digest.invalid for digest in own),
         "actions/repeated_rate": _rate(digest.repeated for digest in own),
         "actions/alternating_rate": _rate(digest.alternating for digest in own),
-        "tokens/per_reply": _mean(sampled),
+        "tokens/per_reply": sum(sampled) / max(1, len(sampled)),
         "tokens/per_episode": _mean(digest.tokens for digest in own),
         "tokens/sampled": float(sum(sampled)),
     }
@@ -304,6 +305,8 @@ def reply_cells(group: Group) -> dict[tuple[int, bytes], _Sum]:
                 turn, observation = turn + 1, ""
             elif message.role != "system":
                 observation += message.content
+    for cell in cells.values():
+        cell.square()
     return cells
 
 
@@ -317,14 +320,19 @@ class _Sum:
     def __init__(self) -> None:
         self.count = 0
         self._vector: dict[str, float] = defaultdict(float)
+        self._square: float | None = None
 
     def add(self, vector: Mapping[str, float], count: int = 1) -> None:
         self.count += count
+        self._square, own = None, self._vector
         for name, value in vector.items():
-            self._vector[name] += value
+            own[name] += value
 
     def square(self) -> float:
-        return sum(value * value for value in self._vector.values())
+        """Return the square, which travels with a sum that is sent to another process."""
+        if self._square is None:
+            self._square = sum(map(mul, self._vector.values(), self._vector.values()))
+        return self._square
 
 
 def _joined(parts: list[_Sum]) -> _Sum:

@@ -5,8 +5,9 @@
                 the next bucket is gathered
     engine      `BroadcastWeights(member, version).tensors()`: yields the tensors of each bucket, to be copied in place
 
-A bucket is three broadcasts: the sizes of its data and header, the header (JSON with names, types and shapes), and the
-data. A header of size 0 ends the version.
+A bucket is a flat byte array with consecutive tensors of a state dict, at most as large as a setting says, or as one
+larger tensor; transport/device.py has the same ones. Here it is three broadcasts: the sizes of its data and header, the
+header (JSON with names, types and shapes), and the data. A header of size 0 ends the version.
 
 A process is a member of one such group at a time, besides the groups it has for other purposes (FSDP, vLLM), so the
 group is made without torch's default group. Its members cannot change. If one dies, the others fail: gloo sees the
@@ -24,19 +25,14 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from agentgym_rl.transport.buckets import (
-    Entry,
-    WeightsInterrupted,
-    padded_bytes,
-    send_in_buckets,
-    tensor_view,
-    wait_for_copies,
-)
+from agentgym_rl.errors import EngineError
 
 TIMEOUT_S = 1800.0
 """Seconds without progress after which a member gives up. It can be long, because the driver reports dead members."""
@@ -46,6 +42,23 @@ ABORTED = "aborted"
 """Key of the store that ends a group."""
 NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """Environment variable of torch. By default the death of an engine would end the process of every learner."""
+ALIGNMENT = 64
+Entry = tuple[str, str, tuple[int, ...], int]
+"""(name, dtype such as "bfloat16", shape, first byte)."""
+
+
+class WeightsInterrupted(EngineError):
+    """A transfer ended early because another of its processes is gone. It can be tried again."""
+
+
+class WeightSource(Protocol):
+    """A version of the weights that is being sent to this process."""
+
+    def connect(self) -> None:
+        """Wait until the senders are there. May block."""
+
+    def tensors(self) -> Generator[tuple[str, Tensor]]:
+        """Yield each tensor. Copy and drop it before asking for the next one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +92,7 @@ class _Group:
         with _interruptions():
             self._processes: Any = _make_group(self._store, member)
 
-    def start(self, tensor: torch.Tensor, source: int) -> Any:
+    def start(self, tensor: Tensor, source: int) -> Any:
         """Start a broadcast from rank `source`, in place. `finish` must follow before the tensor is used."""
         with _interruptions():
             return self._processes.broadcast(tensor, source)
@@ -89,7 +102,7 @@ class _Group:
         with _interruptions():
             work.wait()
 
-    def receive(self, count: int, dtype: torch.dtype, source: int) -> torch.Tensor:
+    def receive(self, count: int, dtype: torch.dtype, source: int) -> Tensor:
         tensor = torch.empty(count, dtype=dtype, device=self.device)
         self.finish(self.start(tensor, source))
         return tensor
@@ -180,7 +193,7 @@ class BroadcastWeights:
     def connect(self) -> None:
         join(self.member)
 
-    def tensors(self) -> Generator[tuple[str, torch.Tensor]]:
+    def tensors(self) -> Generator[tuple[str, Tensor]]:
         """Yield each tensor, on the group's device. Raises WeightsInterrupted if a member is gone."""
         try:
             yield from self._received(join(self.member))
@@ -188,7 +201,7 @@ class BroadcastWeights:
             leave()
             raise
 
-    def _received(self, group: _Group) -> Iterator[tuple[str, torch.Tensor]]:
+    def _received(self, group: _Group) -> Iterator[tuple[str, Tensor]]:
         for number in itertools.count():
             source = number % self.member.senders
             data_bytes, header_bytes = group.receive(2, torch.int64, source).tolist()
@@ -206,7 +219,7 @@ class BroadcastWeights:
 
 @torch.no_grad()
 def send_weights(
-    named: Iterable[tuple[str, torch.Tensor]], member: Member, version: int, bucket_bytes: int
+    named: Iterable[tuple[str, Tensor]], member: Member, version: int, bucket_bytes: int
 ) -> dict[str, str]:
     """Broadcast all tensors in buckets of `bucket_bytes`, or of the largest tensor's size. Every tensor is gathered
     even if the group fails, because gathering takes every rank. Returns {group's name: why} if it failed."""
@@ -232,7 +245,7 @@ class _Sender:
         self._buffers = [torch.empty(0, dtype=torch.uint8, device=group.device) for _ in range(2)]
         self._entries: list[Entry] = []
         self._size = 0
-        self._sending: list[tuple[Any, torch.Tensor]] = []
+        self._sending: list[tuple[Any, Tensor]] = []
         """Broadcasts under way, with what they read."""
         self._numbers = itertools.count()
 
@@ -240,7 +253,7 @@ class _Sender:
         if len(self._buffers[0]) < size:
             self._buffers[0] = torch.empty(size, dtype=torch.uint8, device=self._group.device)
 
-    def write(self, tensor: torch.Tensor, entry: Entry) -> None:
+    def write(self, tensor: Tensor, entry: Entry) -> None:
         tensor_view(self._buffers[0], entry).copy_(tensor.detach(), non_blocking=True)
         self._entries.append(entry)
         self._size = entry[3] + padded_bytes(tensor)
@@ -258,7 +271,7 @@ class _Sender:
         self._start(b"", torch.empty(0))
         self._finish()
 
-    def _start(self, header: bytes, data: torch.Tensor) -> None:
+    def _start(self, header: bytes, data: Tensor) -> None:
         self._finish()
         source, device = next(self._numbers) % self._senders, self._group.device
         messages = [torch.tensor([len(data), len(header)], device=device)]
@@ -270,3 +283,58 @@ class _Sender:
         for work, _ in self._sending:
             self._group.finish(work)
         self._sending = []
+
+
+def untied_state(model: Any) -> dict[str, Tensor]:
+    """Return a model's state. Tied tensors (a head that is the embedding) are in it once, as in a saved model."""
+    all_names = dict(model.named_parameters(remove_duplicate=False)).keys()
+    tied = all_names - dict(model.named_parameters()).keys()
+    return {name: value.detach() for name, value in model.state_dict().items() if name not in tied}
+
+
+def whole_state(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, whole tensor on this device) of a model's state. Every rank must read all of them."""
+    for name, value in untied_state(model).items():
+        yield name, value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def place_in_buckets(named: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[tuple[Entry, Tensor, bool]]:
+    """Yield (entry, tensor, whether it begins a new bucket). A bucket has at most `max_bytes`, or one larger tensor."""
+    end: int | None = None
+    for name, tensor in named:
+        begins = end is None or end + padded_bytes(tensor) > max_bytes
+        start = 0 if end is None or begins else end
+        yield (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start), tensor, begins
+        end = start + padded_bytes(tensor)
+
+
+def send_in_buckets(named: Iterable[tuple[str, Tensor]], bucket_bytes: int, sender: Any) -> None:
+    """Send all tensors through the buffer of a `sender`, of `bucket_bytes` or of the largest tensor's size."""
+    for entry, tensor, begins in place_in_buckets(named, bucket_bytes):
+        if begins:
+            sender.flush()
+            sender.reserve(max(bucket_bytes, padded_bytes(tensor)))
+        sender.write(tensor, entry)
+    sender.flush()
+    sender.end()
+
+
+def tensor_view(memory: Tensor, entry: Entry) -> Tensor:
+    """Return the entry's tensor as a view of these bytes, or an empty tensor."""
+    _, dtype_name, shape, start = entry
+    dtype = getattr(torch, dtype_name)
+    count = torch.Size(shape).numel() * dtype.itemsize
+    if not count:
+        return torch.empty(shape, dtype=dtype, device=memory.device)
+    return memory[start : start + count].view(dtype).view(shape)
+
+
+def padded_bytes(tensor: Tensor) -> int:
+    """Return the tensor's size, rounded up to the alignment of the next one."""
+    return -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+
+
+def wait_for_copies() -> None:
+    """Wait until asynchronous copies to and from the device are done."""
+    if torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()

@@ -33,7 +33,7 @@ import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from agentgym_rl.errors import EngineError
-from agentgym_rl.transport.buckets import Entry, send_in_buckets, tensor_view, wait_for_copies
+from agentgym_rl.transport.broadcast import Entry, send_in_buckets, tensor_view, wait_for_copies
 
 DEVICE_WEIGHTS_VARIABLE = "AGENTGYM_RL_DEVICE_WEIGHTS"
 """Environment variable of the driver: `never`, or `always`, which includes CPUs and is meant for tests."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from agentgym_rl.types import Completion, Sampling
 
 if TYPE_CHECKING:  # it imports torch, which engines behind an address do not need
-    from agentgym_rl.transport.buckets import WeightSource
+    from agentgym_rl.transport.broadcast import WeightSource
 
 
 class Engine(Protocol):

@@ -21,7 +21,9 @@ const MAIN = [
   { title: "Loss", metric: "loss", unit: "loss", hint: "The minimized objective." },
   { title: "GPU busy", metric: "system/gpu_busy", unit: "share of time", rate: true, hint: "Share of time in which the GPU ran a kernel, the mean over learner ranks." },
   { title: "GPU memory", metric: "system/gpu_memory_gib", unit: "GiB", hint: "Most memory in use on the GPU, by all processes; the maximum over learner ranks." },
-  { title: "CPU busy", metric: "system/cpu_busy", unit: "share of time", rate: true, hint: "Share of time in which the cores of the host were busy." },
+  { title: "Engines' GPUs busy", metric: "system/engine_gpu_busy", unit: "share of time", rate: true, hint: "The same of engines that have GPUs of their own." },
+  { title: "Engines' GPU memory", metric: "system/engine_gpu_memory_gib", unit: "GiB", hint: "Most memory in use on a GPU of an engine, by all processes; the maximum over engines." },
+  { title: "CPU busy", metric: "system/cpu_busy", unit: "share of time", rate: true, hint: "Share of time in which the cores of the host were busy; the busiest host of a cluster." },
   { title: "Host load", metric: "system/load", unit: "processes", hint: "Load average of the last minute: processes that ran or waited for a core." },
   { title: "Host memory", metric: "system/memory_share", unit: "share of memory", rate: true, hint: "Share of the host's memory in use." },
 ];

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from agentgym_rl.errors import EngineError
-from agentgym_rl.transport.buckets import WeightsInterrupted, WeightSource
+from agentgym_rl.transport.broadcast import WeightsInterrupted, WeightSource
 from agentgym_rl.transport.device import Endpoint, open_endpoint
 
 

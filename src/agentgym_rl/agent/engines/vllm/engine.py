@@ -17,8 +17,7 @@ from agentgym_rl.agent.engines.vllm.probe import Probe
 from agentgym_rl.agent.engines.vllm.process_cleanup import owning_processes
 from agentgym_rl.agent.engines.vllm.requirements import EXTENSION, max_lora_rank, reply_limit, require_vllm, signed_64
 from agentgym_rl.errors import EngineError
-from agentgym_rl.transport.broadcast import BroadcastWeights
-from agentgym_rl.transport.buckets import WeightsInterrupted
+from agentgym_rl.transport.broadcast import BroadcastWeights, WeightsInterrupted
 from agentgym_rl.transport.device import DeviceWeights, Endpoint, send_weights
 from agentgym_rl.types import Completion, Sampling
 

@@ -22,8 +22,7 @@ from torch import Tensor
 from agentgym_rl.agent.engines.vllm.probe import parameter_checksums
 from agentgym_rl.agent.engines.vllm.process_cleanup import end_with_owner
 from agentgym_rl.errors import EngineError
-from agentgym_rl.transport.broadcast import BroadcastWeights
-from agentgym_rl.transport.buckets import WeightsInterrupted, wait_for_copies
+from agentgym_rl.transport.broadcast import BroadcastWeights, WeightsInterrupted, wait_for_copies
 from agentgym_rl.transport.device import open_endpoint
 
 end_with_owner()
