@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,15 @@ from typer.testing import CliRunner
 from agentgym_rl.cli import app
 from agentgym_rl.commands.train import train
 from agentgym_rl.config import Config, load_config
+from agentgym_rl.environment.envs.keydoor import HALL, LAYOUTS, KeyDoor
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.errors import ConfigError
+from agentgym_rl.run.judging import make_scorer
 from agentgym_rl.run.log import read_trajectories
+from agentgym_rl.run.rounds import read_round
 from agentgym_rl.training.checkpoint import list_checkpoints
+from agentgym_rl.training.reward_settings import RewardSettings
+from agentgym_rl.types import Group, Message, StopReason, Task, Trajectory
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "keydoor"
 
@@ -42,6 +49,80 @@ def test_it_orders_pairs_of_items_it_has_not_seen(trained: tuple[Path, dict[str,
     assert not list((run / "trajectories").glob("eval_*"))
 
 
+def endings(run: Path) -> dict[str, Trajectory]:
+    """Return the episodes that the run played, by id."""
+    return {t.id: t for path in (run / "trajectories").glob("step_*.jsonl") for t in read_trajectories(path)}
+
+
+def judge_of(path: Path) -> Callable[[list[Trajectory]], list[float | None]]:
+    score = make_scorer(RewardSettings(kind="reward_model", path=str(path), device="cpu"))
+    return lambda episodes: score(Group(episodes[0].task, episodes))
+
+
+@pytest.mark.long
+def test_pairs_have_failures_that_ended_by_themselves(trained: tuple[Path, dict[str, Any]]) -> None:
+    run, _ = trained
+    played, pairs = endings(run), read_round(run, 1)
+    for side, least in ((pairs.pairs, 8), (pairs.held_out, 2)):
+        worse = [played[pair.rejected.trajectory_id] for pair in side]
+        assert sum(t.stop is StopReason.DONE for t in worse) >= least
+        assert {StopReason.DONE, StopReason.MAX_TURNS} <= {t.stop for t in worse}
+    # An item with a trap has it in a pair, however many episodes of it were truncated.
+    paired = {played[pair.chosen.trajectory_id].task for pair in [*pairs.pairs, *pairs.held_out]}
+    trapped = {t.task for t in played.values() if t.stop is StopReason.DONE and not t.success}
+    worse = [played[pair.rejected.trajectory_id] for pair in [*pairs.pairs, *pairs.held_out]]
+    assert {t.task for t in worse if t.stop is StopReason.DONE} == paired & trapped
+
+
+def scripted(item: int, actions: list[str], stop: StopReason = StopReason.DONE) -> Trajectory:
+    """Return an episode that nobody sampled."""
+    env = KeyDoor()
+    messages, rewards, infos = [Message("user", env.reset(item))], [], []
+    for action in actions:
+        step = env.step(action)
+        messages += [Message("assistant", action), Message("user", step.observation)]
+        rewards.append(step.reward)
+        infos.append(dict(step.info))
+    assert step.done is (stop is StopReason.DONE)
+    return Trajectory(f"scripted-{item}", Task("keydoor", item), messages, rewards, infos, stop)
+
+
+@pytest.mark.long
+def test_a_won_episode_scores_above_a_trap_and_a_truncated_one_of_its_length(
+    trained: tuple[Path, dict[str, Any]],
+) -> None:
+    """Test layouts with two keys in the hall, which no run has played."""
+    score = judge_of(trained[0])
+    won, trapped, truncated, unsaid = [], [], [], []
+    for item in KeyDoor.splits["test"]:
+        layout = LAYOUTS[item]
+        here = [colour for colour, room in layout.keys if room == layout.start == HALL]
+        if len(here) < 2 or layout.goal not in here:
+            continue
+        goal, other = f"{layout.goal} key", f"{next(c for c in here if c != layout.goal)} key"
+        won.append(scripted(item, [f"take {goal}", f"open {layout.goal} door", "take treasure"]))
+        trapped.append(scripted(item, [f"take {goal}", f"take {other}", f"open {other.split()[0]} door"]))
+        actions = [f"take {goal}", f"take {other}", f"take {goal}"]
+        truncated.append(scripted(item, actions, StopReason.MAX_TURNS))
+        last = trapped[-1].messages[-1]
+        unsaid.append(replace(won[-1], messages=[*won[-1].messages[:-1], last]))
+    assert len(won) >= 5
+    won_scores = score(won)
+    for lost in (trapped, truncated, unsaid):  # the last differ in nothing but what the environment said last
+        assert all(a > b + 0.3 for a, b in zip(won_scores, score(lost), strict=True))
+
+
+@pytest.mark.long
+def test_an_episode_has_one_score_with_and_without_sampled_ids(trained: tuple[Path, dict[str, Any]]) -> None:
+    run, _ = trained
+    by_stop = {(t.stop, t.success): t for t in endings(run).values()}
+    assert len(by_stop) >= 4
+    episodes = list(by_stop.values())
+    written = [replace(t, messages=[Message(m.role, m.content) for m in t.messages]) for t in episodes]
+    score = judge_of(run)
+    assert score(episodes) == score(written)
+
+
 @pytest.mark.long
 def test_its_score_is_a_judge_of_an_rl_run(trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     run, _ = trained
@@ -55,12 +136,13 @@ def test_its_score_is_a_judge_of_an_rl_run(trained: tuple[Path, dict[str, Any]],
     recipe.write_text(text[text.index("[[environments]]") : text.index("[warm_start]")])
     asyncio.run(train(load_config(recipe, judged), tmp_path / "run", console=quiet()))
     episodes = list(read_trajectories(tmp_path / "run" / "trajectories" / "step_000001.jsonl"))
-    scores = [(t.success, t.training_reward) for t in episodes]
-    assert all(0.0 < score < 1.0 for _, score in scores)
-    won, lost = ([score for success, score in scores if success is outcome] for outcome in (True, False))
+    scores = [(t.success, t.stop, t.training_reward) for t in episodes]
+    assert all(0.0 < score < 1.0 for *_, score in scores)
+    won, lost = ([score for success, _, score in scores if success is outcome] for outcome in (True, False))
     assert won
     assert sum(won) / len(won) > sum(lost) / len(lost) + 0.3
-    assert comparable_metrics(tmp_path / "run")[0]["judged/learned"] == pytest.approx(sum(s for _, s in scores) / 64)
+    assert all(score < 0.5 for success, stop, score in scores if stop is StopReason.DONE and not success)
+    assert comparable_metrics(tmp_path / "run")[0]["judged/learned"] == pytest.approx(sum(s for *_, s in scores) / 64)
     out = tmp_path / "rescored.jsonl"
     result = CliRunner().invoke(app, ["rescore", str(tmp_path / "run"), "--step", "1", "--out", str(out)])
     assert result.exit_code == 0, result.output

@@ -272,3 +272,17 @@ def test_pairs_depend_on_the_seed_and_not_on_the_order() -> None:
         (a.id, b.id) for a, b in build_pairs([Group(Task("toy", 0), [t]) for t in episodes()], STILL, 0)
     ]
     assert len({tuple(ids(seed, episodes())) for seed in range(5)}) > 1
+
+
+def test_the_endings_of_worse_episodes_take_turns() -> None:
+    """Without turns a common ending displaces the others."""
+    endings = [StopReason.MAX_TURNS] * 30 + [StopReason.DONE, StopReason.LENGTH]
+    episodes = [trajectory(i, reward=0.0, stop=stop) for i, stop in enumerate(endings)]
+    group = Group(Task("toy", 0), [*episodes, trajectory(99, reward=1.0)])
+    for count, expected in ((1, {"done"}), (3, {"done", "length", "max_turns"}), (5, {"done", "length", "max_turns"})):
+        for seed in range(5):
+            pairs = build_pairs([group], replace(STILL, pairs_per_item=count), seed, spread_endings=True)
+            assert len({worse.id for _, worse in pairs}) == len(pairs) == count
+            assert {str(worse.stop) for _, worse in pairs} == expected
+            reverse = Group(group.task, group.trajectories[::-1])
+            assert build_pairs([reverse], replace(STILL, pairs_per_item=count), seed, spread_endings=True) == pairs

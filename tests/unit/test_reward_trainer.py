@@ -10,19 +10,29 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from training_for_tests import counting_conversations, counting_player, tiny_model, trajectory
 
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.rewards.rewards import Rewards
+from agentgym_rl.run.demonstrations import to_transcript
 from agentgym_rl.run.judging import make_scorer
 from agentgym_rl.training.checkpoint import export
 from agentgym_rl.training.critic import ValueModel
 from agentgym_rl.training.dpo import Preference
-from agentgym_rl.training.locate_model import find_reward_model
+from agentgym_rl.training.locate_model import REWARD_HEAD, find_reward_model
 from agentgym_rl.training.lora import add_adapter
 from agentgym_rl.training.offline_settings import RewardModelSettings
-from agentgym_rl.training.reward_model import RewardTrainer, accuracy, load_head, save_head, scores_of, split_pairs
+from agentgym_rl.training.reward_model import (
+    SCORED_TEXT,
+    RewardTrainer,
+    accuracy,
+    load_head,
+    save_head,
+    scores_of,
+    split_pairs,
+)
 from agentgym_rl.training.reward_settings import RewardSettings
 from agentgym_rl.training.settings import LoraSettings, OptimizerSettings
 from agentgym_rl.types import Group, Sample, StopReason, Task, Trajectory
@@ -118,34 +128,70 @@ def test_a_saved_head_scores_as_the_trained_one(adapters: bool, tmp_path: Path) 
     loaded, about = load_head(model, tmp_path)
     examples = [sample(i) for i in range(8)]
     assert scores_of(loaded, examples, 1000) == pytest.approx(trainer.scores(examples))
-    assert about == {"chat_template": "", "thoughts": "keep"}
+    assert about == {"chat_template": "", "thoughts": "keep", "text": SCORED_TEXT}
     assert find_reward_model(str(tmp_path)) == tmp_path
 
 
-async def test_a_folder_with_a_head_is_a_judge_of_groups(tmp_path: Path) -> None:
+def counting_judge(folder: Path, **changes: Any) -> tuple[RewardSettings, ValueModel, Renderer]:
+    """Write a reward model that nobody trained; return it as a source of rewards, loaded, and with its renderer."""
     model, tokenizer = counting_player()
-    export(model, tokenizer, tmp_path)
+    for name, value in changes.items():
+        setattr(model.config, name, value)
+    export(model, tokenizer, folder)
     head = {"weight": torch.linspace(-1, 1, model.config.hidden_size)[None], "bias": torch.zeros(1)}
-    save_head(head, {"chat_template": "", "thoughts": "template"}, tmp_path)
+    save_head(head, {"chat_template": "", "thoughts": "template"}, folder)
+    scored, _ = load_head(model, folder)
+    return (
+        RewardSettings(kind="reward_model", path=str(folder), weight=0.5, device="cpu"),
+        scored,
+        Renderer(tokenizer),
+    )
+
+
+def counting_group(count: int) -> Group:
     group = Group(Task("counting", 0), [])
-    for number, messages in enumerate(counting_conversations(3)):
+    for number, messages in enumerate(counting_conversations(count)):
         turns = sum(m.role == "assistant" for m in messages)
         infos: list[dict[str, Any]] = [{} for _ in range(turns)]
         group.trajectories.append(
             Trajectory(f"t{number}", group.task, messages, [0.25] * turns, infos, StopReason.DONE)
         )
-    source = RewardSettings(kind="reward_model", path=str(tmp_path), weight=0.5, device="cpu")
+    return group
+
+
+async def test_a_folder_with_a_head_is_a_judge_of_groups(tmp_path: Path) -> None:
+    source, scored, renderer = counting_judge(tmp_path)
+    group = counting_group(3)
     rewards = Rewards([source], None, {source.source: make_scorer(source)})
     await rewards.score([group])
-    renderer = Renderer(tokenizer)
-    scored, _ = load_head(model, tmp_path)
     for episode in group.trajectories:
         own, learned = episode.verdicts
-        score = slow_score(scored, renderer.demonstration(episode.messages))
+        ids = renderer.prompt(episode.messages)  # with what the environment said last
+        prompt = renderer.follow_up("You are at 0.")[len(renderer.follow_up("You are at 0.", False)) :]
+        score = slow_score(scored, Sample(ids[: -len(prompt)], []))
         assert learned.scores == pytest.approx([0.0] * (episode.num_turns - 1) + [1 / (1 + math.exp(-score))], rel=1e-4)
         assert own.scores == [0.25] * episode.num_turns
         assert episode.training_reward == pytest.approx(sum(own.scores) + 0.5 * sum(learned.scores))
     assert len({sum(t.verdicts[1].scores) for t in group.trajectories}) > 1
+
+
+async def test_only_an_episode_that_is_too_long_for_the_judge_has_no_score(tmp_path: Path) -> None:
+    group = counting_group(4)
+    short = group.trajectories[1]
+    short.messages, short.rewards, short.infos = short.messages[:3], short.rewards[:1], short.infos[:1]
+    lengths = [len(to_transcript(t, Renderer(counting_player()[1])).token_ids) for t in group.trajectories]
+    source, *_ = counting_judge(tmp_path, max_position_embeddings=max(lengths) - 1)
+    await Rewards([source], None, {source.source: make_scorer(source)}).score([group])
+    unscored = [bool(t.judge_error) for t in group.trajectories]
+    assert unscored == [True, False, True, True]
+
+
+def test_a_head_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
+    """It was trained on texts without the last observation, and would score others."""
+    source, *_ = counting_judge(tmp_path)
+    save_file(load_file(tmp_path / REWARD_HEAD), tmp_path / REWARD_HEAD, metadata={"chat_template": ""})
+    with pytest.raises(ConfigError, match="trained by an earlier version"):
+        make_scorer(source)
 
 
 def test_items_are_held_out_whole() -> None:

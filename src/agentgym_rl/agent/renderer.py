@@ -26,7 +26,7 @@ from agentgym_rl.agent.probes import TEXT_PROBE, TOOL, TOOL_PROBE, RewrittenHist
 from agentgym_rl.agent.segments import match_segment
 from agentgym_rl.agent.templates import TOOL_USE, resolve_template, template_advice
 from agentgym_rl.agent.tool_parsers import PARSERS, Parsed
-from agentgym_rl.common.chat_messages import to_openai
+from agentgym_rl.common.chat_messages import to_openai, with_answers_of_the_user
 from agentgym_rl.common.thoughts import CLOSE, OPEN, without_thought
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.types import Message, Role, Sample, ToolCall
@@ -131,20 +131,20 @@ class Renderer:
         length = self._system_length(messages[0], ids, tools)
         return [replace(messages[0], token_ids=ids[:length]), replace(messages[1], token_ids=ids[length:])]
 
-    def follow_up(self, observation: str) -> list[int]:
+    def follow_up(self, observation: str, generation_prompt: bool = True) -> list[int]:
         """Return the ids between a reply's end-of-turn token and the next reply: observation and generation prompt."""
         ids_of = self._follow_up_ids if len(observation) <= _MAX_CACHED_CHARS else self._encode_follow_up
-        return list(ids_of(observation))
+        return list(ids_of(observation, generation_prompt))
 
-    def tool_results(self, messages: Sequence[Message]) -> list[int]:
+    def tool_results(self, messages: Sequence[Message], generation_prompt: bool = True) -> list[int]:
         """Return the ids between a reply's end-of-turn token and the next reply: results of its calls, and prompt."""
-        return list(self._tool_results_ids(tuple((m.content, m.tool_call_id) for m in messages)))
+        return list(self._tool_results_ids(tuple((m.content, m.tool_call_id) for m in messages), generation_prompt))
 
-    def observation_ids(self, messages: Sequence[Message]) -> list[int]:
+    def observation_ids(self, messages: Sequence[Message], generation_prompt: bool = True) -> list[int]:
         """Return the ids of the messages between two replies: one observation, or the results of calls."""
         if messages[0].role == "tool":
-            return self.tool_results(messages)
-        return self.follow_up("\n".join(message.content for message in messages))
+            return self.tool_results(messages, generation_prompt)
+        return self.follow_up("\n".join(message.content for message in messages), generation_prompt)
 
     def read_reply(self, token_ids: list[int], tools: Tools = ()) -> tuple[str, list[ToolCall] | None]:
         """Return a reply's text and its tool calls: None for an agent without tools."""
@@ -166,9 +166,7 @@ class Renderer:
 
     def continuation(self, path: list[int], messages: list[Message], tools: Tools = ()) -> list[int]:
         """Return the ids of a conversation before a reply. They begin with `path` if its text begins with path's."""
-        if self._drops_thoughts:
-            messages = [replace(m, content=without_thought(m.content)) if m.is_reply else m for m in messages]
-        text = self._render(messages, generation_prompt=True, tools=tools)
+        text = self._render(self._shown(messages), generation_prompt=True, tools=tools)
         played = self.tokenizer.decode(path, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         if not path or not text.startswith(played):
             return self.encode(text)
@@ -176,6 +174,30 @@ class Renderer:
         # Encoded after the end-of-turn token, as in `_encode_follow_up`.
         ids = self.encode(self._end_text + rest)[1:] if path[-1] == self.end_of_turn else self.encode(rest)
         return [*path, *ids]
+
+    def transcript(self, messages: list[Message], tools: Tools = ()) -> list[int]:
+        """Return the ids of a whole conversation with its last message, and without a generation prompt.
+
+        They follow from the texts: a reply has the same ids whether it was sampled or written.
+        """
+        self._try_tools(tools)
+        if not self.linear:
+            return self.encode(self._render(self._shown(messages), generation_prompt=False, tools=tools))
+        ids = self.demonstration(messages, tools=tools).token_ids
+        replies = [i for i, message in enumerate(messages) if message.role == "assistant"]
+        said_last = messages[replies[-1] + 1 :]
+        return ids + self.observation_ids(said_last, generation_prompt=False) if said_last else ids
+
+    def _shown(self, messages: list[Message]) -> list[Message]:
+        """Return the messages without the thoughts of replies, if these are dropped."""
+        if not self._drops_thoughts:
+            return messages
+        return [replace(m, content=without_thought(m.content)) if m.is_reply else m for m in messages]
+
+    def _try_tools(self, tools: Tools) -> None:
+        if tools:
+            with suppress(ConfigError):  # calls that could not be read in play can still be shown
+                self.require_tools()
 
     def thought_length(self, token_ids: list[int]) -> int:
         """Return how many tokens of a reply are its thought, with the end of the thought."""
@@ -241,9 +263,7 @@ class Renderer:
         skipped_chars: Sequence[int] = (),
     ) -> list[Sample]:
         """Return samples for imitation, one per segment; of a linear conversation it is `demonstration`."""
-        if tools:
-            with suppress(ConfigError):  # calls that could not be read in play can still be imitated
-                self.require_tools()
+        self._try_tools(tools)
         if self.linear:
             return [self.demonstration(messages, trained, tools, skipped_chars)]
         samples: list[Sample] = []
@@ -319,7 +339,7 @@ class Renderer:
         try:
             return self._apply_template(messages, generation_prompt, tools)
         except TemplateError:
-            answered = _with_answers_of_the_user(messages)
+            answered = with_answers_of_the_user(messages)
             if answered != messages:
                 with suppress(TemplateError):
                     return self._apply_template(answered, generation_prompt, tools)
@@ -372,12 +392,13 @@ class Renderer:
         messages = [Message(role, content) for role, content in turns]
         return self.encode(self._render(messages, generation_prompt, json.loads(tools)))
 
-    def _encode_follow_up(self, observation: str) -> list[int]:
+    def _encode_follow_up(self, observation: str, generation_prompt: bool) -> list[int]:
         # Encoded after the end-of-turn token, as in the conversation: some tokenizers prefix texts with a space.
-        return self.encode(self._follow_up_text(observation))[1:]
+        return self.encode(self._follow_up_text(observation, generation_prompt))[1:]
 
-    def _follow_up_text(self, observation: str) -> str:
-        text = self._render([*_START, Message("assistant", _REPLY_MARKER), Message("user", observation)], True)
+    def _follow_up_text(self, observation: str, generation_prompt: bool = True) -> str:
+        messages = [*_START, Message("assistant", _REPLY_MARKER), Message("user", observation)]
+        text = self._render(messages, generation_prompt)
         return text[text.index(_REPLY_MARKER) + len(_REPLY_MARKER) :]
 
     def _opened(self, content: str) -> str:
@@ -386,11 +407,11 @@ class Renderer:
             return content
         return content.removeprefix(OPEN).lstrip("\n") if CLOSE in content else f"\n{CLOSE}\n\n{content}"
 
-    def _encode_tool_results(self, results: tuple[tuple[str, str], ...]) -> list[int]:
+    def _encode_tool_results(self, results: tuple[tuple[str, str], ...], generation_prompt: bool) -> list[int]:
         # One call for any number of results: some templates refuse to render several, and none counts them.
         call = ToolCall(_REPLY_MARKER, {}, results[0][1])
         answers = [Message("tool", content, tool_call_id=call_id) for content, call_id in results]
-        text = self._render([*_START, Message("assistant", "", tool_calls=[call]), *answers], True)
+        text = self._render([*_START, Message("assistant", "", tool_calls=[call]), *answers], generation_prompt)
         reply_end = text.index(self._end_text, text.index(_REPLY_MARKER))
         return self.encode(text[reply_end:])[1:]
 
@@ -547,23 +568,6 @@ class Renderer:
 def _key_of(tools: Tools) -> str:
     """Return tools as a key of the caches of ids."""
     return json.dumps(list(tools)) if tools else "[]"
-
-
-def _with_answers_of_the_user(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with the results of malformed calls as texts of the user.
-
-    A reply without a valid call is a text for the template, and Mistral's accept only the user after a text.
-    """
-    changed: list[Message] = []
-    for message in messages:
-        reply = next((m for m in reversed(changed) if m.role == "assistant"), None)
-        if message.role != "tool" or reply is None or any(not call.error for call in reply.tool_calls or ()):
-            changed.append(message)
-        elif changed[-1].role == "user":  # several malformed calls
-            changed[-1] = replace(changed[-1], content=f"{changed[-1].content}\n{message.content}")
-        else:
-            changed.append(Message("user", message.content))
-    return changed
 
 
 def _without_ids(parsed: Parsed) -> Parsed:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from agentgym_rl.types import Message, ToolCall
@@ -43,6 +45,23 @@ def to_openai(message: Message, *, arguments_as_text: bool = True) -> dict[str, 
 
 def _arguments_text(call: ToolCall) -> str:
     return call.raw or json.dumps(call.arguments, ensure_ascii=False)
+
+
+def with_answers_of_the_user(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with the results of malformed calls as texts of the user.
+
+    A reply without a valid call is a text for the template, and Mistral's accept only the user after a text.
+    """
+    changed: list[Message] = []
+    for message in messages:
+        reply = next((m for m in reversed(changed) if m.role == "assistant"), None)
+        if message.role != "tool" or reply is None or any(not call.error for call in reply.tool_calls or ()):
+            changed.append(message)
+        elif changed[-1].role == "user":  # several malformed calls
+            changed[-1] = replace(changed[-1], content=f"{changed[-1].content}\n{message.content}")
+        else:
+            changed.append(Message("user", message.content))
+    return changed
 
 
 def from_openai(row: dict[str, Any]) -> Message:

@@ -22,8 +22,8 @@ from agentgym_rl.types import ENVIRONMENT, Collect, CollectFrom, Group, Limits, 
 BUILT_IN = {ENVIRONMENT: environment_reward, "format": format_reward, "length": length_reward}
 """Kinds that need no judge."""
 JUDGED = {"rubric": rubric_reward, "ranking": ranking_reward}
-Scorer = Callable[[Group], list[float]]
-"""Scores the episodes of a group by a model in this process."""
+Scorer = Callable[[Group], list[float | None]]
+"""Scores the episodes of a group by a model in this process; None if it cannot read an episode."""
 OWN_REWARD = RewardSettings(kind=ENVIRONMENT)
 """The environment's own reward, if the recipe has no entry for it."""
 

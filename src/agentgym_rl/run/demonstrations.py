@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import cycle, groupby, islice
 
@@ -22,6 +22,7 @@ from agentgym_rl.training.conversations import (
     read_conversations,
     read_trajectory_files,
 )
+from agentgym_rl.training.dpo import Pair
 from agentgym_rl.training.preferences import find_preferences, read_preferences
 from agentgym_rl.training.rl import derive_seed
 from agentgym_rl.types import Message, Sample, StopReason, Task, Trajectory
@@ -143,6 +144,36 @@ def to_sample(demonstration: Demonstration, renderer: Renderer) -> Sample:
             "agent.thoughts = 'keep'"
         )
     return samples[0]
+
+
+def to_transcript(trajectory: Trajectory, renderer: Renderer) -> Sample:
+    """Return the sample that a reward model scores: the whole episode, to what the environment said last.
+
+    It ends there however the episode ended, and has no generation prompt. A reply that was cut off has no answer, so
+    then the sample ends with the reply. The ids follow from the texts, whoever played the episode.
+    """
+    messages = [message for message in trajectory.messages if not message.purpose]
+    ids = renderer.transcript(messages, trajectory.tools)
+    return Sample(ids, [False] * len(ids), trajectory_id=trajectory.id)
+
+
+def fitting_pairs(
+    pairs: Sequence[Pair], make_sample: Callable[[Trajectory], Sample], max_tokens: int, reason: str, console: Console
+) -> tuple[list[Pair], dict[int, Sample]]:
+    """Return (pairs, the samples of their episodes by `id`) without pairs of an episode longer than `max_tokens`.
+
+    `reason` says what the number of tokens is.
+    """
+    episodes = {id(trajectory): trajectory for pair in pairs for trajectory in pair}
+    samples = {key: make_sample(trajectory) for key, trajectory in episodes.items()}
+    fitting = {key: sample for key, sample in samples.items() if len(sample.token_ids) <= max_tokens}
+    kept = [pair for pair in pairs if all(id(trajectory) in fitting for trajectory in pair)]
+    if len(kept) < len(pairs):
+        console.warn(
+            f"{len(pairs) - len(kept)} of {len(pairs)} pairs have an episode longer than {reason} = {max_tokens} "
+            "tokens and are left out"
+        )
+    return kept, fitting
 
 
 def _sampled_with(renderer: Renderer, trajectory: Trajectory) -> bool:

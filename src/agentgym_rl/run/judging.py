@@ -12,7 +12,7 @@ from agentgym_rl.config import ModelConfig
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.rewards.judge import Judge, LocalChat, make_chat_client
 from agentgym_rl.rewards.rewards import Rewards, Scorer
-from agentgym_rl.run.demonstrations import to_sample
+from agentgym_rl.run.demonstrations import to_transcript
 from agentgym_rl.run.load_model import load_from, load_frozen
 from agentgym_rl.training.locate_model import find_reward_model
 from agentgym_rl.training.reward_settings import JudgeSettings, RewardSettings
@@ -33,7 +33,10 @@ def make_rewards(rewards: tuple[RewardSettings, ...], judge: JudgeSettings | Non
 
 
 def make_scorer(settings: RewardSettings) -> Scorer:
-    """Return a function that scores groups by the reward model of a folder: sigmoid of the score, from 0 to 1."""
+    """Return a function that scores groups by the reward model of a folder: sigmoid of the score, from 0 to 1.
+
+    An episode that is longer than the model can read has no score.
+    """
     from agentgym_rl.training.reward_model import load_head, scores_of
 
     folder = find_reward_model(settings.path)
@@ -47,11 +50,16 @@ def make_scorer(settings: RewardSettings) -> Scorer:
     renderer = Renderer(tokenizer, about["chat_template"] or None, thoughts=thoughts)
     longest = model.config.max_position_embeddings
 
-    def score(group: Group) -> list[float]:
-        samples = [to_sample(trajectory, renderer) for trajectory in group.trajectories]
-        if (length := max(len(sample.token_ids) for sample in samples)) > longest:
+    def score(group: Group) -> list[float | None]:
+        samples = [to_transcript(trajectory, renderer) for trajectory in group.trajectories]
+        readable = [sample for sample in samples if len(sample.token_ids) <= longest]
+        if not readable:
+            length = min(len(sample.token_ids) for sample in samples)
             raise ConfigError(f"the reward model reads {longest} tokens, an episode has {length}: lower max_context")
-        return [1.0 / (1.0 + math.exp(-score)) for score in scores_of(scored, samples, SCORED_TOKENS)]
+        scores = iter(scores_of(scored, readable, SCORED_TOKENS))
+        return [
+            1.0 / (1.0 + math.exp(-next(scores))) if len(sample.token_ids) <= longest else None for sample in samples
+        ]
 
     return score
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -28,17 +29,19 @@ from agentgym_rl.run.collectors import limits_of
 from agentgym_rl.run.context import RunContext
 from agentgym_rl.run.demonstrations import (
     Demonstration,
+    fitting_pairs,
     load_demonstrations,
     load_preferences,
     load_trajectories,
     segment_samples,
     to_sample,
     to_samples,
+    to_transcript,
 )
 from agentgym_rl.run.mistakes import corrected
 from agentgym_rl.training.agentevol import select_episodes
 from agentgym_rl.training.dagger import agreement, labelled
-from agentgym_rl.training.dpo import Preference, build_pairs
+from agentgym_rl.training.dpo import Pair, Preference, build_pairs
 from agentgym_rl.training.metrics import episode_metrics
 from agentgym_rl.training.offline_settings import RewardModelSettings
 from agentgym_rl.training.reward_model import split_pairs
@@ -248,7 +251,8 @@ class RoundMaker:
         groups = [Group(t.task, [t]) for t in load_trajectories(self.context)]
         if settings.sample_groups:
             groups += await self._play(current, settings.sample_groups, settings.group_size, settings.max_turns)
-        pairs = build_pairs(groups, settings, f"{config.seed}/round{current.number}")
+        judges = isinstance(settings, RewardModelSettings)
+        pairs = build_pairs(groups, settings, f"{config.seed}/round{current.number}", spread_endings=judges)
         if current.number == 1 and settings.preferences:
             preferred = load_preferences(self.context, settings.preferences)
             current.metrics["round/preferred"] = float(len(preferred))
@@ -260,21 +264,35 @@ class RoundMaker:
                 f"more ({method}.sample_groups, {method}.group_size), lower {method}.min_gap, or start from a model "
                 "that succeeds at times"
             )
+        pairs, samples = self._fitting(pairs, current.number)
         items = len({better.task for better, _ in pairs})
         current.metrics |= {"round/pairs": float(len(pairs)), "round/items": float(items)}
-        renderer = self.backend.renderer
         if isinstance(settings, RewardModelSettings):
             kept, held_out = split_pairs(pairs, settings.held_out, config.seed)
             self.console.note(f"{len(kept)} pairs to train on; {len(held_out)} of other items are held out")
             current.pairs, current.held_out = (
-                [Preference(to_sample(a, renderer), to_sample(b, renderer), 0.0, 0.0) for a, b in side]
-                for side in (kept, held_out)
+                [Preference(samples[id(a)], samples[id(b)], 0.0, 0.0) for a, b in side] for side in (kept, held_out)
             )
             return current
         self.console.note(f"{len(pairs)} pairs of {items} items; their reference log-probabilities are computed once")
-        halves = [(to_sample(a, renderer), to_sample(b, renderer)) for a, b in pairs]
+        halves = [(samples[id(a)], samples[id(b)]) for a, b in pairs]
         current.pairs = self.backend.make_preferences(halves, settings.optimizer.micro_batch_tokens)
         return current
+
+    def _fitting(self, pairs: list[Pair], number: int) -> tuple[list[Pair], dict[int, Sample]]:
+        """Return the pairs whose episodes the model can read, and the samples of these by `id` of the episode."""
+        longest, positions = self.config.longest_context(), self.backend.max_context
+        reason = "agent.max_context" if longest <= positions else "the model's context"
+        make_sample = to_transcript if self.config.reward_model is not None else to_sample
+        kept, samples = fitting_pairs(
+            pairs, partial(make_sample, renderer=self.backend.renderer), min(longest, positions), reason, self.console
+        )
+        if not kept:
+            raise ConfigError(
+                f"round {number}: each of {len(pairs)} pairs has an episode longer than {reason} = "
+                f"{min(longest, positions)} tokens: raise agent.max_context, or choose a model that reads more"
+            )
+        return kept, samples
 
     async def _expert(self) -> list[Sample]:
         demonstrations = self._demonstrations

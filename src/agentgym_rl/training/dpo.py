@@ -7,6 +7,7 @@ the sum over the tokens sampled in *all* of its turns. Observations are context 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
@@ -22,7 +23,10 @@ from agentgym_rl.training.microbatch import MicroBatch, micro_batches
 from agentgym_rl.training.model import action_logprobs, check_plain_head
 from agentgym_rl.training.offline_settings import DPOSettings, PairSettings
 from agentgym_rl.training.ranks import SINGLE_PROCESS, Ranks
-from agentgym_rl.types import Group, Sample, Task, Trajectory
+from agentgym_rl.types import Group, Sample, StopReason, Task, Trajectory
+
+Pair = tuple[Trajectory, Trajectory]
+"""The better and the worse of two episodes of one item."""
 
 
 @dataclass(slots=True)
@@ -41,23 +45,39 @@ class Preference:
 
 
 def build_pairs(
-    groups: Iterable[Group], settings: PairSettings, seed: int | str
-) -> list[tuple[Trajectory, Trajectory]]:
+    groups: Iterable[Group], settings: PairSettings, seed: int | str, *, spread_endings: bool = False
+) -> list[Pair]:
     """Return (better, worse) episodes of one item with rewards at least `min_gap` apart, up to `pairs_per_item` each.
 
-    Groups of the same item count as one. The choice depends on the episodes and the seed, not on their order.
+    Groups of the same item count as one. The choice depends on the episodes and the seed, not on their order. With
+    `spread_endings` the endings of the worse episodes take turns, so that a common one does not displace the others.
     """
     by_task: dict[Task, list[Trajectory]] = {}
     for group in groups:
         by_task.setdefault(group.task, []).extend(t for t in group.usable if t.num_turns)
-    pairs = []
+    pairs: list[Pair] = []
     for task in sorted(by_task, key=lambda task: (task.env, task.item)):
         episodes = sorted(by_task[task], key=lambda t: (t.id, [m.content for m in t.messages]))
         # Rewards are sums of decimals: a gap of 0.3 may come out as 0.29999.
         candidates = [(a, b) for a, b in product(episodes, episodes) if a.reward - b.reward >= settings.min_gap - 1e-9]
         count = min(settings.pairs_per_item, len(candidates))
-        pairs += random.Random(f"{seed}/{task.key}").sample(candidates, count)
+        source = random.Random(f"{seed}/{task.key}")
+        if spread_endings:
+            pairs += _spread(source.sample(candidates, len(candidates)))[:count]
+        else:
+            pairs += source.sample(candidates, count)
     return pairs
+
+
+def _spread(pairs: list[Pair]) -> list[Pair]:
+    """Return the pairs in turns by the ending of the worse episode. Those that the environment ended come first."""
+    turns: Counter[StopReason | None] = Counter()
+    keyed = []
+    for pair in pairs:
+        ending = pair[1].stop
+        keyed.append((turns[ending], ending is not StopReason.DONE, pair))
+        turns[ending] += 1
+    return [pair for *_, pair in sorted(keyed, key=lambda row: row[:2])]
 
 
 def dpo_loss(

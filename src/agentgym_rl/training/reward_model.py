@@ -21,15 +21,16 @@ from torch.nn.functional import logsigmoid
 
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.training.critic import ValueModel
-from agentgym_rl.training.dpo import PairTrainer, Preference
+from agentgym_rl.training.dpo import Pair, PairTrainer, Preference
 from agentgym_rl.training.learner import idle_passes
 from agentgym_rl.training.locate_model import REWARD_HEAD
 from agentgym_rl.training.microbatch import MicroBatch, micro_batches
 from agentgym_rl.training.offline_settings import RewardModelSettings
 from agentgym_rl.training.ranks import SINGLE_PROCESS, Ranks
-from agentgym_rl.types import Sample, Task, Trajectory
+from agentgym_rl.types import Sample, Task
 
-Pair = tuple[Trajectory, Trajectory]
+SCORED_TEXT = "with the last observation"
+"""Text of an episode that a head scores, as it is recorded beside the head."""
 
 
 def split_pairs(pairs: Sequence[Pair], share: float, seed: int | str) -> tuple[list[Pair], list[Pair]]:
@@ -126,12 +127,18 @@ def accuracy(scores: Sequence[float]) -> float:
 
 def save_head(head: dict[str, Tensor], about: dict[str, str], folder: Path) -> None:
     """Write the head into a model's folder, with what is needed to render episodes as in training."""
-    save_file(head, folder / REWARD_HEAD, metadata=about)
+    save_file(head, folder / REWARD_HEAD, metadata={**about, "text": SCORED_TEXT})
 
 
 def load_head(model: Any, folder: Path) -> tuple[ValueModel, dict[str, str]]:
     """Return the model of a folder as a reward model, and what `save_head` wrote about it."""
     reward_model = ValueModel(model.get_decoder(), model.config.hidden_size)
     with safe_open(folder / REWARD_HEAD, framework="pt") as file:
+        about = file.metadata()
+        if about.get("text") != SCORED_TEXT:
+            raise ConfigError(
+                f"{folder}: this reward model was trained by an earlier version, on episodes without their last "
+                "observation: train it again"
+            )
         reward_model.head.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
-        return reward_model.requires_grad_(False).eval(), file.metadata()
+        return reward_model.requires_grad_(False).eval(), about
