@@ -543,7 +543,9 @@ def preferences(
     *patterns, out = sources
     if not patterns:
         raise ConfigError("preferences needs a run and a file to write: agentgym-rl preferences RUN OUT.jsonl")
-    print(f"wrote {export_pairs(patterns, Path(out))} pairs to {out}")
+    count, held_out = export_pairs(patterns, Path(out))
+    note = f'; {held_out} of them are of held-out items ("held_out": true): do not train on these' if held_out else ""
+    print(f"wrote {count} pairs to {out}{note}")
 
 
 @app.command()

@@ -217,13 +217,30 @@ def test_exported_pairs_start_with_a_reply(tmp_path: Path) -> None:
     folder = RunFolder("r", tmp_path, "run")
     store_preference(folder, ("r", episode("a", prompt="be quick")), ("s", episode("b", prompt="go")), "left", "Ada")
     store_preference(folder, ("r", episode("a")), ("s", episode("", name="train-2", reply=False)), "left", "Ada")
-    assert export_pairs([str(tmp_path)], tmp_path / "pairs.jsonl") == 1
+    assert export_pairs([str(tmp_path)], tmp_path / "pairs.jsonl") == (1, 0)
     row = json.loads((tmp_path / "pairs.jsonl").read_text())
     assert [m["content"] for m in row["prompt"]] == ["be", "quick"]
     assert [row[side] for side in ("chosen", "rejected")] == [
         [{"role": "assistant", "content": "a"}],
         [{"role": "assistant", "content": "b"}],
     ]
+
+
+def test_the_export_says_how_many_pairs_are_of_held_out_items(url: str, root: Path) -> None:
+    """Pairs of evaluation episodes are exported, and marked. Training leaves them out."""
+    pairs = [("step_000002.0", "step_000002.1"), ("eval_000000.1", "eval_000003.1"), ("eval_000000.2", "eval_000003.2")]
+    out, rows = root / "pairs.jsonl", []
+    for left, right in pairs:
+        sides = {"left_run": "small", "left_key": left, "right_run": "small", "right_key": right}
+        body = {**sides, "better": "right", "by": "Ada"}
+        answer = httpx.post(f"{url}api/prefer", json=body, headers={"origin": url.rstrip("/")}, timeout=60)
+        assert answer.status_code == 200, answer.text
+        result = CliRunner().invoke(app, ["preferences", str(root / "small"), str(out)])
+        rows = [json.loads(line) for line in out.read_text().splitlines()]
+        count = sum(row["held_out"] for row in rows)
+        assert (f"{count} of them are of held-out items" in result.output) is (count > 0)
+    assert [row["held_out"] for row in rows] == [False, True, True]
+    assert [row["item"] for row in rows] == [20, 1, 2]
 
 
 def test_preferences_that_are_missing_or_damaged_are_explained(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 from envs_for_tests import Counting
 from runs_for_tests import comparable_metrics, counting_config, quiet, trainer_state
 from safetensors.torch import load_file
+from training_for_tests import counting_player
 from typer.testing import CliRunner
 
 from agentgym_rl.cli import app
@@ -26,7 +27,7 @@ from agentgym_rl.errors import ConfigError
 from agentgym_rl.run.judging import make_scorer
 from agentgym_rl.run.log import read_trajectories
 from agentgym_rl.run.rounds import read_round
-from agentgym_rl.training.checkpoint import list_checkpoints
+from agentgym_rl.training.checkpoint import export, list_checkpoints
 from agentgym_rl.training.reward_settings import RewardSettings
 from agentgym_rl.types import Group, Message, StopReason, Task, Trajectory
 
@@ -182,6 +183,35 @@ async def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None
                 load_file(list_checkpoints(root / "checkpoints")[-1] / "model" / name) for root in (resumed, whole)
             )
             assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+def test_a_merged_export_of_adapters_is_the_same_judge(tmp_path: Path) -> None:
+    export(*counting_player(), tmp_path / "base")
+    raw = counting_config().model_dump(exclude_none=True)
+    kept = {name: raw[name] for name in ("threads", "environments", "agent")}
+    settings = {"sample_groups": 12, "group_size": 4, "max_turns": 3, "batch_size": 8, "optimizer": {"lr": 1e-2}}
+    model = {"path": str(tmp_path / "base"), "lora": {"rank": 4, "alpha": 8}}
+    run, merged = tmp_path / "run", tmp_path / "merged"
+    config = Config.model_validate(kept | {"method": "reward_model", "model": model, "reward_model": settings})
+
+    async def play() -> None:
+        pool = LocalPool({"counting": Counting})
+        await train(config, run, console=quiet(), pool=pool)
+        await pool.close()
+
+    asyncio.run(play())
+    result = CliRunner().invoke(app, ["export", str(run), str(merged), "--merge"])
+    assert result.exit_code == 0, result.output
+    assert (merged / "config.json").is_file()
+    checkpoint = list_checkpoints(run / "checkpoints")[-1] / "model"
+    heads = [load_file(folder / "reward_head.safetensors") for folder in (checkpoint, merged)]
+    assert heads[0]["weight"].any()
+    assert all(torch.equal(heads[0][name], value) for name, value in heads[1].items())
+    episodes = list(endings(run).values())
+    scores = judge_of(run)(episodes)
+    assert judge_of(merged)(episodes) == pytest.approx(scores, abs=1e-5)
+    shutil.copy(checkpoint / "reward_head.safetensors", tmp_path / "base")
+    assert judge_of(tmp_path / "base")(episodes) != pytest.approx(scores, abs=1e-3)  # the adapters matter
 
 
 def test_a_run_without_a_head_is_no_judge(tmp_path: Path) -> None:

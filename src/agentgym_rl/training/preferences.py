@@ -27,6 +27,8 @@ class PreferredPair:
     by: str
     time: float
     """Seconds since 1970."""
+    held_out: bool = False
+    """Whether an episode of it is an evaluation's, so that its item is held out."""
 
 
 def find_preferences(patterns: Iterable[str]) -> list[Path]:
@@ -64,7 +66,8 @@ def read_preferences(paths: Iterable[Path]) -> list[PreferredPair]:
         if better != "equal":
             other = {"left": "right", "right": "left"}[better]
             chosen, rejected = (Trajectory.from_json(json.dumps(row[side]["episode"])) for side in (better, other))
-            pairs.append(PreferredPair(chosen, rejected, row["by"], row["time"]))
+            held_out = any(row[side]["episode"].get("kind") == "eval" for side in (better, other))
+            pairs.append(PreferredPair(chosen, rejected, row["by"], row["time"], held_out))
     return sorted(pairs, key=lambda pair: pair.time)
 
 
@@ -72,23 +75,24 @@ def _identity(episode: dict[str, Any]) -> str:
     return json.dumps([episode["id"], [[m["role"], m["content"]] for m in episode["messages"]]])
 
 
-def export_pairs(patterns: Iterable[str], out: Path) -> int:
-    """Write pairs as DPO trainers read them: prompt, chosen and rejected as messages. Return how many.
+def export_pairs(patterns: Iterable[str], out: Path) -> tuple[int, int]:
+    """Write pairs as DPO trainers read them: prompt, chosen and rejected as messages.
 
-    Pairs in which an episode has no reply are left out, as in training.
+    Return (number of pairs, number of those of held-out items). Pairs in which an episode has no reply are left out, as
+    in training.
     """
     pairs = [
         p for p in read_preferences(find_preferences(patterns)) if _first_reply(p.chosen) and _first_reply(p.rejected)
     ]
     write_atomically(out, "".join(json.dumps(_row(pair), ensure_ascii=False) + "\n" for pair in pairs).encode())
-    return len(pairs)
+    return len(pairs), sum(pair.held_out for pair in pairs)
 
 
 def _row(pair: PreferredPair) -> dict[str, Any]:
     chosen, rejected = ([{"role": m.role, "content": m.text} for m in t.messages] for t in (pair.chosen, pair.rejected))
     start, other_start = _first_reply(pair.chosen), _first_reply(pair.rejected)
     task = pair.chosen.task
-    about = {"env": task.env, "item": task.item, "by": pair.by, "time": pair.time}
+    about = {"env": task.env, "item": task.item, "held_out": pair.held_out, "by": pair.by, "time": pair.time}
     return {"prompt": chosen[:start], "chosen": chosen[start:], "rejected": rejected[other_start:]} | about
 
 
