@@ -1,4 +1,4 @@
-"""Text that a reward model scores: it ends with what the environment said last, whoever played the episode."""
+"""The text that a reward model scores ends with the last observation, for episodes of any policy."""
 
 from __future__ import annotations
 

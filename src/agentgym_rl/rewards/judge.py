@@ -71,8 +71,8 @@ class Judge:
         """`name` identifies the model in the cache."""
         self.settings = settings
         self._chat, self._name, self._path = chat, name, cache_path
+        # `tokens` and `calls` count those of all processes of the run.
         self._answers, self.tokens, self.calls = _read_cache(cache_path)
-        """`calls`: answers asked for by all processes of the run."""
         self._expected_tokens = 0
         """Estimated tokens of the questions that wait for an answer."""
         self._asking: dict[str, asyncio.Lock] = {}

@@ -147,10 +147,11 @@ def to_sample(demonstration: Demonstration, renderer: Renderer) -> Sample:
 
 
 def to_transcript(trajectory: Trajectory, renderer: Renderer) -> Sample:
-    """Return the sample that a reward model scores: the whole episode, to what the environment said last.
+    """Return the sample that a reward model scores: the whole episode including the last observation.
 
-    It ends there however the episode ended, and has no generation prompt. A reply that was cut off has no answer, so
-    then the sample ends with the reply. The ids follow from the texts, whoever played the episode.
+    It has no generation prompt. If the last reply was cut off, there is no observation after it and the sample ends
+    with the reply. Sampled ids are not used: the texts are tokenized again, so that episodes of any policy are read in
+    the same way.
     """
     messages = [message for message in trajectory.messages if not message.purpose]
     ids = renderer.transcript(messages, trajectory.tools)

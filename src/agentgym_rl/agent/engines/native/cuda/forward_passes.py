@@ -22,8 +22,9 @@ from agentgym_rl.agent.engines.native.cuda.packing import Packed
 from agentgym_rl.agent.engines.native.cuda.sample_kernels import Picks, RowState, pick
 
 NARROW, MEDIUM = 1024, 2048
-"""Hidden sizes. Models up to the first decode with the fused products only. For wider ones the library's are faster,
-except for FEW_ROWS up to the second without adapters, where the number of launches counts."""
+"""Hidden sizes. Models up to the first decode with the fused products only. For wider ones the library's are faster for
+many rows. Up to the second size, steps of at most FEW_ROWS without adapters use the fused ones to save launches, which
+was not measured yet."""
 NARROW_RANK = 64
 """Adapters of a higher rank are decoded with the library's products: the fused ones would need more registers."""
 
