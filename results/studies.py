@@ -415,14 +415,14 @@ def qwen_asynchronous(seeds: list[int] | None) -> list[Job]:
 
     Most episodes end early, and a synchronous step waits for the longest one.
     """
-    settings = (*LONG_EPISODES, "rl.groups_per_step=4", "agent.concurrency=256", "rl.steps=60", "eval.every=20")
+    settings = (*LONG_EPISODES, "rl.groups_per_step=4", "agent.concurrency=256", "rl.steps=48", "eval.every=24")
     jobs: list[Job] = []
     for seed in seeds if seeds is not None else range(1):
         start = Job(name=f"async-sft-{seed}", arm="SFT", task="babyai", seed=seed, recipe="qwen/babyai-sft.toml")
         jobs.append(replace(start, arguments=(f"model.path={{{PRETRAINED}}}", "data.episodes=192", "sft.epochs=1")))
         run = Job(name="qwen-async-babyai", arm="", task="babyai", seed=seed, recipe="qwen/babyai.toml")
         run = replace(run, arguments=(f"model.path={{{start.name}}}", *settings))
-        jobs += [stale(bound, run) for bound in (0, 2, 4)]
+        jobs += [stale(bound, run) for bound in (0, 4, 8)]
     return jobs
 
 
@@ -438,8 +438,8 @@ TREE_ARMS: dict[str, tuple[str, ...]] = {
     "trees": ("rl.tree={roots=4, branches=1, depth=1}",),
 }
 """Eight episodes of each task: from the first turn, or four and a continuation of each from a random turn."""
-QWEN_TREE_BUDGET = {"textcraft": 6_000_000, "searchqa": 6_000_000}
-"""Sampled tokens of a run, about 100 steps of chains."""
+QWEN_TREE_BUDGET = {"textcraft": 2_000_000, "searchqa": 1_000_000}
+"""Sampled tokens of a run, about 35 steps of chains."""
 
 
 def trees(seeds: list[int] | None) -> list[Job]:
@@ -460,16 +460,16 @@ def trees(seeds: list[int] | None) -> list[Job]:
 
 
 def qwen_trees(seeds: list[int] | None) -> list[Job]:
-    """Return TextCraft and SearchQA by chains and by trees, with models of two sizes. It needs one GPU."""
+    """Return TextCraft and SearchQA by chains and by trees with the 1.5B model, under a horizon of the first stage. It
+    needs one GPU."""
     jobs: list[Job] = []
     for task, budget in QWEN_TREE_BUDGET.items():
-        for size in ("0.5B", "1.5B"):
-            for seed in seeds if seeds is not None else range(3):
-                for arm, arguments in TREE_ARMS.items():
-                    run = qwen_run(task, "staged", seed, size)
-                    settings = (*run.arguments, "rl.steps=1000", f"rl.token_budget={budget}", *arguments)
-                    run = replace(run, name=f"{arm}-{task}-{size}-{seed}", arm=f"{arm} {size}", arguments=settings)
-                    jobs += [run, on_suite(f"eval-{run.name}", f"{{{run.name}}}", run.arm, task, seed)]
+        length = ("rl.steps=1000", f"rl.token_budget={budget}", "eval.every=6")
+        for seed in seeds if seeds is not None else range(3):
+            run = qwen_run(task, "fixed-short", seed)
+            for arm, arguments in TREE_ARMS.items():
+                settings = (*run.arguments, *length, *arguments)
+                jobs.append(replace(run, name=f"{arm}-{task}-{seed}", arm=arm, arguments=settings))
     return jobs
 
 

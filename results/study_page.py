@@ -14,13 +14,15 @@ def write_page(
     description: str | None,
     page: Callable[[list[Record]], str],
     draw: Callable[[Sequence[Record], Path], None],
+    *others: str,
 ) -> None:
-    """Write the page and the figure, both named after the study, into the folder of the docs."""
+    """Write the page and the figure, both named after the study, into the folder of the docs. They also show the
+    records of `others`."""
     root = Path(__file__).parents[1]
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=root / "results")
     parser.add_argument("--docs", type=Path, default=root / "docs")
     options = parser.parse_args()
-    records = read_records(options.results, study)
+    records = [record for each in (study, *others) for record in read_records(options.results, each)]
     (options.docs / "results" / f"{study}.md").write_text(page(records))
     draw(records, options.docs / "images" / f"{study}.png")

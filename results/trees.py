@@ -1,4 +1,4 @@
-"""Write docs/results/trees.md and its figure from the records of the study `trees`.
+"""Write docs/results/trees.md and its figure from the records of the studies `trees` and `qwen-trees`.
 
 python results/trees.py [--results results] [--docs docs]
 """
@@ -15,35 +15,34 @@ from studies import TREE_ARMS
 from study_page import write_page
 
 COLOURS = {"chains": "#c2410c", "trees": "#0f766e"}
+TASKS = {
+    "keydoor": "KeyDoor, a tiny model",
+    "textcraft": "TextCraft, Qwen2.5-Coder-1.5B",
+    "searchqa": "SearchQA, Qwen2.5-Coder-1.5B",
+}
 POINTS = 4
 """Equal shares of the budget at which success is read."""
 PAGE = """# Trees against chains
 
-{claim}
-
 ![Held-out success against sampled tokens, for chains and trees](../images/trees.png)
 
-{table}
+{sections}
 
-Success is that of 40 held-out episodes, interpolated between evaluations; the range is over seeds. A shared token is
-counted once, where it was sampled.
+Success is that of held-out episodes (40 of KeyDoor, 100 of the others), interpolated between evaluations; the range is
+over seeds. A shared token is counted once, where it was sampled.
 
 ## How to repeat it
 
 ```
 python results/study.py trees --jobs 2 --device cpu
+python results/study.py qwen-trees --device cuda --model FOLDER
 python results/trees.py
 ```
 
-KeyDoor's layouts of three turns, {seeds} seeds, all from one model that imitates random play
-(`recipes/evidence/keydoor-base.toml`, `keydoor-rl.toml`). *chains*: eight episodes of each task. *trees*: four episodes
-of each task and one continuation of each from a random turn ([trees](../guides/trees.md)).
-
-TextCraft and SearchQA with models of 0.5B and 1.5B parameters need a GPU:
-
-```
-python results/study.py qwen-trees --device cuda --model 0.5B=FOLDER --model FOLDER
-```
+*chains*: eight episodes of each task. *trees*: four episodes of each task and one continuation of each from a random
+turn ([trees](../guides/trees.md)). KeyDoor: layouts of three turns, all runs from one model that imitates random play
+(`recipes/evidence/keydoor-base.toml`, `keydoor-rl.toml`). TextCraft and SearchQA: Qwen2.5-Coder-1.5B-Instruct, from the
+base model (`recipes/qwen`), with the turns of the first stage (10 and 5), on one GPU.
 
 ## Limits
 
@@ -88,35 +87,47 @@ def claim(records: Sequence[Record]) -> str:
     better = sum(b > a for a, b in zip(chains, trees, strict=True))
     apart = min(trees) > max(chains) or min(chains) > max(trees)
     return (
-        f"After {end / 1000:.0f}k sampled tokens of KeyDoor, trees reach {100 * statistics.fmean(trees):.0f}% held-out "
-        f"success\n"
+        f"After {end / 1000:.0f}k sampled tokens, trees reach {100 * statistics.fmean(trees):.0f}% held-out success\n"
         f"and chains {100 * statistics.fmean(chains):.0f}%; trees are ahead in {better} of {len(trees)} seeds. "
         f"{'No seed of one reaches the other.' if apart else 'The seeds of both overlap: this shows no difference.'}"
     )
 
 
+def by_task(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """Return the runs of the seeds that both arms have, by task."""
+    found: dict[str, list[Record]] = {}
+    for task in TASKS:
+        runs = [record for record in runs_by_seed(records) if record["task"] == task]
+        both = set.intersection(*({r["seed"] for r in runs if r["arm"] == arm} for arm in TREE_ARMS))
+        if both:
+            found[task] = [record for record in runs if record["seed"] in both]
+    return found
+
+
 def page(records: list[Record]) -> str:
-    missing, runs = describe_missing("trees", records), runs_by_seed(records)
+    missing = [each for study in ("trees", "qwen-trees") if (each := describe_missing(study, records))]
+    sections = [f"## {TASKS[task]}\n\n{claim(runs)}\n\n{table(runs)}" for task, runs in by_task(records).items()]
     limits = [
-        "- A tiny model, an easy game and few seeds: it says little about language models.",
+        "- Few seeds and short runs. A tiny model and an easy game say little about language models.",
         "- Equal sampled tokens are not equal time: rounds of branching wait for each other.",
-        *([f"- {missing[0].upper()}{missing[1:]}."] if missing else []),
+        *(f"- {each[0].upper()}{each[1:]}." for each in missing),
     ]
-    seeds = len({record["seed"] for record in runs})
-    return PAGE.format(claim=claim(runs), table=table(runs), seeds=seeds, limits="\n".join(limits))
+    return PAGE.format(sections="\n\n".join(sections), limits="\n".join(limits))
 
 
 def draw(records: Sequence[Record], path: Path) -> None:
-    figure, ((axes,),) = new_figure(1, 1, 6.4, 3.6)
-    for arm, colour in COLOURS.items():
-        curves = [curve(record, "success") for record in runs_by_seed(records) if record["arm"] == arm]
-        draw_seeds(axes, [([x / 1e3 for x in xs], ys) for xs, ys in curves], colour, arm)
-    axes.set_xlabel("sampled tokens (thousands)", fontsize=9)
-    label_y_in_percent(axes, "held-out success")
-    set_title(axes, "KeyDoor from scratch, mean and every seed")
-    draw_legend(axes)
+    tasks = by_task(records)
+    figure, (row,) = new_figure(1, len(tasks), 2.4 + 4.0 * len(tasks), 3.6)
+    for axes, (task, runs) in zip(row, tasks.items(), strict=True):
+        for arm, colour in COLOURS.items():
+            curves = [curve(record, "success") for record in runs if record["arm"] == arm]
+            draw_seeds(axes, [([x / 1e3 for x in xs], ys) for xs, ys in curves], colour, arm)
+        axes.set_xlabel("sampled tokens (thousands)", fontsize=9)
+        label_y_in_percent(axes, "held-out success")
+        set_title(axes, TASKS[task])
+        draw_legend(axes)
     figure.savefig(path)
 
 
 if __name__ == "__main__":
-    write_page("trees", __doc__, page, draw)
+    write_page("trees", __doc__, page, draw, "qwen-trees")

@@ -291,10 +291,10 @@ def lora() -> str:
     return table(["Qwen2.5-1.5B shape × 256", "new tokens/s", "of the first row"], rows)
 
 
-def run() -> str:
-    """Return whole training steps of two recipes, beside those of an older commit in the same call."""
+def run(record: str) -> str:
+    """Return whole training steps of two recipes, beside those of an older commit on the same machine."""
     rows, now = [], {}
-    for line in measured("gpu_run")["measured"]:
+    for line in measured(record)["measured"]:
         if line["who"] == "ours":
             now[line["case"]] = line["tokens_per_s"]
         ratio = "" if line["who"] == "ours" else f"{now[line['case']] / line['tokens_per_s']:.2f}×"
@@ -323,17 +323,6 @@ def learner() -> str:
             ]
         )
     return table(["case", "learner", "tokens/s", "÷ plain", "of the matrix ceiling", "allocated"], rows)
-
-
-def guesses() -> str:
-    """Return training steps with and without prompt look-up."""
-    lines = {line["who"]: line for line in measured("gpu_guesses")["measured"]}
-    rows = []
-    for who, line in lines.items():
-        ratio = line["tokens_per_s"] / lines["without"]["tokens_per_s"]
-        seconds = [f"{line[name]:.2f} s" for name in ("step_s", "rollout_s")]
-        rows.append([f"{who} guesses", f"{line['tokens_per_s'] / 1000:.1f}k", *seconds, f"{ratio:.2f}×"])
-    return table(["TextCraft × 128", "new tokens/s", "a step", "rollout", "÷ without"], rows)
 
 
 def step_peers() -> str:
@@ -460,10 +449,10 @@ def driver() -> str:
     return table(["part", "seconds"], [*rows, total, ["Ray's threads beside it", f"{record['seconds_beside']:.2f}"]])
 
 
-def asynchronous() -> str:
-    """Return the success of the quickstart by bound of staleness, over its seeds."""
+def asynchronous(study: str) -> str:
+    """Return the success of a study's runs by bound of staleness, over the seeds."""
     bounds: dict[str, list[dict[str, Any]]] = {}
-    for path in sorted((ROOT / "results" / "asynchronous").glob("*.json")):
+    for path in sorted((ROOT / "results" / study).glob("*.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
         bounds.setdefault(record["arm"].removeprefix("max_staleness "), []).append(record)
     rows = []
@@ -533,9 +522,9 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "cli": commands,
     "rollout": rollout,
     "lora": lora,
-    "run": run,
+    "run": lambda: run("gpu_run"),
+    "run-qwen": lambda: run("gpu_run_qwen"),
     "learner": learner,
-    "guesses": guesses,
     "step": step,
     "step-peers": step_peers,
     "large": large,
@@ -543,7 +532,8 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "vllm-sleep": vllm_sleep,
     "loading": loading,
     "driver": driver,
-    "asynchronous": asynchronous,
+    "asynchronous": lambda: asynchronous("asynchronous"),
+    "asynchronous-textcraft": lambda: asynchronous("asynchronous-textcraft"),
     "load": load,
     "reading-lengths": reading_lengths,
     "search-whole": lambda: search("bm25"),

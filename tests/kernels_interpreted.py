@@ -105,17 +105,9 @@ async def qwen3() -> None:
 
 
 async def wide() -> None:
-    """Check the path of wide models with many rows, whose matrix products come from the library."""
-    with patch.multiple(forward_passes, NARROW=0, FEW_ROWS=0, qkv=None):
+    """Check the path of wide models, whose matrix products come from the library."""
+    with patch.multiple(forward_passes, NARROW=0, qkv=None):
         await two_turns(make("qwen3", num_attention_heads=2, num_key_value_heads=2, head_dim=32))
-
-
-async def wide_and_few() -> None:
-    """Check that wide models have fused products for few rows."""
-    with patch.multiple(forward_passes, NARROW=0, _product=None):
-        model = make("qwen3", num_attention_heads=2, num_key_value_heads=2, head_dim=32)
-        completion = await captured(model, 1, 64).generate(prompt(1), Sampling(4, seed=1), "a")
-        assert gap(model, prompt(1), completion) < 1e-4
 
 
 async def out_of_memory() -> None:
@@ -346,7 +338,6 @@ if __name__ == "__main__":
         llama,
         qwen3,
         wide,
-        wide_and_few,
         out_of_memory,
         slept,
         bucketed,

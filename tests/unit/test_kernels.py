@@ -19,7 +19,7 @@ LONG = [
     ("llama",),
     ("drafts", "layers"),
     ("qwen3", "float16"),
-    ("wide", "wide_and_few", "out_of_memory", "slept"),
+    ("wide", "out_of_memory", "slept"),
     ("bucketed", "moved_weights"),
     ("guessed_replies",),
 ]

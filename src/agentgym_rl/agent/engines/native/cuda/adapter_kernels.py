@@ -183,7 +183,7 @@ def adapted_heads(
     num_rows, num_heads = len(product), heads - 2 * num_kv
     query = torch.empty((num_rows, num_heads * head_dim), dtype=product.dtype, device=product.device)
     q_norm, k_norm, norm_eps = norms if norms is not None else (cos, cos, 0.0)
-    block_rows = block_rows_for(product.dtype, num_rows)
+    block_rows = block_rows_for(product.dtype)
     adapted_heads_kernel[(triton.cdiv(num_rows, block_rows), heads)](
         product,
         adapter_b,
@@ -221,7 +221,7 @@ def adapted_silu(product: torch.Tensor, adapter_b: torch.Tensor) -> torch.Tensor
     """Return silu(gate) * up of a product [T, 2 I + 2 R]: [T, I]."""
     num_rows, inner = len(product), len(adapter_b) // 2
     out = torch.empty((num_rows, inner), dtype=product.dtype, device=product.device)
-    block_rows = block_rows_for(product.dtype, num_rows)
+    block_rows = block_rows_for(product.dtype)
     adapted_silu_kernel[(triton.cdiv(num_rows, block_rows), triton.cdiv(inner, BLOCK_COLUMNS))](
         product,
         adapter_b,
@@ -242,7 +242,7 @@ def add_adapted(
 ) -> None:
     """Add a product [T, C + R] and a bias to `hidden` [T, C]."""
     num_rows, size = hidden.shape
-    block_rows = block_rows_for(hidden.dtype, num_rows)
+    block_rows = block_rows_for(hidden.dtype)
     add_adapted_kernel[(triton.cdiv(num_rows, block_rows), triton.cdiv(size, BLOCK_COLUMNS))](
         product,
         adapter_b,

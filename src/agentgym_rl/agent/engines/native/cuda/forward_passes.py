@@ -5,7 +5,6 @@ Shapes: B rows of a decode step, T packed tokens of a prefill pass, C hidden siz
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -17,14 +16,12 @@ from agentgym_rl.agent.engines.native.cuda.attention_kernels import decode_atten
 from agentgym_rl.agent.engines.native.cuda.drafts import accept, draft, drafted_picks
 from agentgym_rl.agent.engines.native.cuda.joint_weights import LayerWeights, layer_weights, ranks
 from agentgym_rl.agent.engines.native.cuda.layers import rms_norm, rope_and_store, silu_times
-from agentgym_rl.agent.engines.native.cuda.matmul_kernels import FEW_ROWS, add_product, embed, gate_up, qkv
+from agentgym_rl.agent.engines.native.cuda.matmul_kernels import add_product, embed, gate_up, qkv
 from agentgym_rl.agent.engines.native.cuda.packing import Packed
 from agentgym_rl.agent.engines.native.cuda.sample_kernels import Picks, RowState, pick
 
-NARROW, MEDIUM = 1024, 2048
-"""Hidden sizes. Models up to the first decode with the fused products only. For wider ones the library's are faster for
-many rows. Up to the second size, steps of at most FEW_ROWS without adapters use the fused ones to save launches, which
-was not measured yet."""
+NARROW = 1024
+"""Models up to this hidden size decode with the fused products only; for wider ones the library's are faster."""
 NARROW_RANK = 64
 """Adapters of a higher rank are decoded with the library's products: the fused ones would need more registers."""
 
@@ -42,21 +39,14 @@ class CapturedModel:
         self._scaling = decoder.layers[0].self_attn.scaling
         self._ranks = ranks(model)
         self._adapters = [adapter for layer in self._layers for adapter in layer.adapters]
-        self._max_fused_rows = self._count_fused_rows()
+        # The fused products read rows before normalization, whose range float16 cannot hold.
+        self._narrow = self._embedding.shape[1] <= NARROW and self._embedding.dtype != torch.float16
+        self._narrow &= all(adapter.rank <= NARROW_RANK for adapter in self._adapters)
         device = self._embedding.device
         self._num_processors = 8  # an interpreter has none, and is faster with few programs
         if device.type == "cuda":
             self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._cos = self._sin = torch.empty(0)
-
-    def _count_fused_rows(self) -> float:
-        """Return for how many rows the fused products are used."""
-        if self._embedding.dtype == torch.float16:
-            return 0  # they read rows before normalization, whose range float16 cannot hold
-        size = self._embedding.shape[1]
-        if size > NARROW:
-            return 0 if self._adapters or size > MEDIUM else FEW_ROWS
-        return math.inf if all(adapter.rank <= NARROW_RANK for adapter in self._adapters) else 0
 
     @property
     def num_positions(self) -> int:
@@ -102,8 +92,7 @@ class CapturedModel:
         accept(drafts, sampled, state, picks, history, width)
 
     def _next_logits(self, state: RowState, width: int) -> torch.Tensor:
-        fused = len(state.token) <= self._max_fused_rows
-        hidden = self._fused_layers(state, width) if fused else self._library_layers(state, width)
+        hidden = self._narrow_layers(state, width) if self._narrow else self._wide_layers(state, width)
         return _logits(rms_norm(hidden, *self._norm), self._head)
 
     def prefill(self, packed: Packed) -> None:
@@ -118,7 +107,7 @@ class CapturedModel:
             prefill_attention(query, keys, values, packed.blocks, self._scaling, mixed)
             self._finish_layer(layer, hidden, mixed)
 
-    def _fused_layers(self, state: RowState, width: int) -> torch.Tensor:
+    def _narrow_layers(self, state: RowState, width: int) -> torch.Tensor:
         stream = embed(state.token, self._embedding, self._layers[0].input_norm[0])
         for index, layer in enumerate(self._layers):
             query = qkv(
@@ -144,7 +133,7 @@ class CapturedModel:
             add_product(stream, inner, layer.down, None, next_norm, layer.down_adapter)
         return stream.hidden
 
-    def _library_layers(self, state: RowState, width: int) -> torch.Tensor:
+    def _wide_layers(self, state: RowState, width: int) -> torch.Tensor:
         hidden = self._embedding.index_select(0, state.token)
         for index, layer in enumerate(self._layers):
             query = self._query(index, layer, hidden, state.slot, state.position, state.done)

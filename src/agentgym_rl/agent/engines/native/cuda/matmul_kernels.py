@@ -24,8 +24,6 @@ from agentgym_rl.agent.engines.native.cuda.joint_weights import shared_memory
 
 PARTS_BLOCK = 32
 """Columns whose squares one program of `add_product` sums."""
-FEW_ROWS = 16
-"""Rows of the smallest tile of the matrix units. Products of so few rows mostly read weights, and prefetch more."""
 
 
 @dataclass(slots=True)
@@ -393,25 +391,19 @@ def add_product_kernel(
     tl.store(squares + tl.program_id(0) * num_rows + rows, tl.sum(wide * wide, 1), mask=real)
 
 
-def _block_k(size: int, dtype: torch.dtype, num_rows: int) -> int:
+def _block_k(size: int, dtype: torch.dtype) -> int:
     """Return the columns of one step of a product: the widest divisor of the size, so that masks are free."""
-    most = 32 if dtype.itemsize == 4 else 128 if size >= 1024 or num_rows <= FEW_ROWS else 64
+    most = 32 if dtype.itemsize == 4 else 128 if size >= 1024 else 64
     return min(most, max(16, size & -size))
 
 
-def block_rows_for(dtype: torch.dtype, num_rows: int) -> int:
+def block_rows_for(dtype: torch.dtype) -> int:
     """Return the rows of one program: as many as the matrix units process at once."""
-    return FEW_ROWS if num_rows <= FEW_ROWS else 32 if dtype.itemsize == 4 else 64
-
-
-def gate_columns(dtype: torch.dtype, num_rows: int) -> int:
-    """Return the columns of the gate in one program, which has as many of the up's."""
-    return 32 if dtype.itemsize == 4 or num_rows <= FEW_ROWS else 64
+    return 32 if dtype.itemsize == 4 else 64
 
 
 def _stages(x: torch.Tensor, rows: int, columns: int, block_k: int, most: int = 4, held: int = 0) -> int:
     """Return how many steps of a product are prefetched: as many as fit beside `held` numbers of B."""
-    most *= 1 + (rows == FEW_ROWS)
     available = shared_memory(x.device) - held * x.dtype.itemsize
     return min(most, max(1, available // ((rows + columns) * block_k * x.dtype.itemsize)))
 
@@ -468,7 +460,7 @@ def qkv(
     num_heads = heads - 2 * num_kv
     query = torch.empty((num_rows, num_heads * head_dim), dtype=x.dtype, device=x.device)
     q_norm, k_norm, norm_eps = norms if norms is not None else (cos, cos, 0.0)
-    block_rows, block_k = block_rows_for(x.dtype, num_rows), _block_k(size, x.dtype, num_rows)
+    block_rows, block_k = block_rows_for(x.dtype), _block_k(size, x.dtype)
     a, b, rank = _low_rank(adapter, weight)
     qkv_kernel[(heads, triton.cdiv(num_rows, block_rows))](
         x,
@@ -516,8 +508,8 @@ def gate_up(stream: Residual, eps: float, weight: torch.Tensor, adapter: JointAd
     inner = weight.shape[0] // 2
     dtype = stream.scaled.dtype
     out = torch.empty((num_rows, inner), dtype=dtype, device=weight.device)
-    block_columns = gate_columns(dtype, num_rows)
-    block_rows, block_k = block_rows_for(dtype, num_rows), _block_k(size, dtype, num_rows)
+    block_columns = 32 if dtype.itemsize == 4 else 64
+    block_rows, block_k = block_rows_for(dtype), _block_k(size, dtype)
     a, b, rank = _low_rank(adapter, weight)
     gate_up_kernel[(triton.cdiv(inner, block_columns), triton.cdiv(num_rows, block_rows))](
         stream.scaled,
@@ -555,7 +547,7 @@ def add_product(
     """Add x @ weight.T + bias to stream.hidden, and prepare the norm with `norm_weight`."""
     num_rows, inner = x.shape
     size = weight.shape[0]
-    block_rows, block_k = block_rows_for(x.dtype, num_rows), _block_k(inner, x.dtype, num_rows)
+    block_rows, block_k = block_rows_for(x.dtype), _block_k(inner, x.dtype)
     a, b, rank = _low_rank(adapter, weight)
     add_product_kernel[(triton.cdiv(size, PARTS_BLOCK), triton.cdiv(num_rows, block_rows))](
         x,
