@@ -194,10 +194,10 @@ async def moved_weights() -> None:
 
 
 def expected_drafts(history: list[int], width: int) -> list[int]:
-    """Return the tokens after the latest place with the same three last tokens, or else the same two."""
-    for count in (3, 2):
+    """Return the tokens after the latest place that ends with as many of the last tokens as possible, up to six."""
+    for count in range(6, 0, -1):
         for end in range(len(history) - 1, count - 1, -1):
-            if len(history) >= count and history[end - count : end] == history[-count:]:
+            if history[end - count : end] == history[-count:]:
                 return history[end : end + width - 1]
     return []
 
