@@ -14,7 +14,6 @@ import lzma
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.types import Message
@@ -26,9 +25,8 @@ WIDTHS = (2, 4, 8, 16)
 
 def read_episodes(path: Path, count: int) -> list[list[Message]]:
     """Return the messages of `count` episodes, chosen at random with a fixed seed."""
-    opened = lzma.open(path, "rt") if path.suffix == ".xz" else path.open()
-    with opened as lines:
-        rows = [json.loads(line)["messages"] for line in lines]
+    data = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
+    rows = [json.loads(line)["messages"] for line in data.splitlines()]
     chosen = random.Random(0).sample(rows, min(count, len(rows)))
     return [[Message(m["role"], m["content"]) for m in row] for row in chosen]
 
