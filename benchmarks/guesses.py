@@ -77,9 +77,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=60)
     options = parser.parse_args()
     renderer = Renderer(AutoTokenizer.from_pretrained(options.tokenizer))
-    sequences: list[Any] = [
-        tokens_of(messages, renderer) for messages in read_episodes(options.episodes, options.count)
-    ]
+    sequences = [tokens_of(messages, renderer) for messages in read_episodes(options.episodes, options.count)]
     print("matches", *(f"{width:>2} tokens" for width in WIDTHS), sep="  ")
     for matches in MATCHES:
         cells = []
