@@ -20,6 +20,7 @@ from agentgym_rl.environment.envs.keydoor_duo import GUIDE, WALKER, KeyDoorDuo
 from agentgym_rl.environment.envs.nim import FIRST, SECOND, STARTS, Nim
 from agentgym_rl.environment.pool import LocalPool, RemotePool
 from agentgym_rl.errors import ConfigError
+from agentgym_rl.evaluation.records import record_of
 from agentgym_rl.training.batch import estimate, gather
 from agentgym_rl.training.metrics import episode_metrics
 from agentgym_rl.training.settings import RLSettings
@@ -122,6 +123,22 @@ async def test_a_cut_reply_is_an_empty_move_and_its_loss_is_paid_to_that_reply()
     assert first.rewards == [-1.0]
     assert second.stop is StopReason.DONE
     assert (second.num_turns, second.messages) == (0, second.messages[-1:]), "it won before its first move"
+
+
+async def test_a_role_that_wins_before_its_first_reply_has_won() -> None:
+    players = {FIRST: Player("random", saying("pass")), SECOND: Player(LEARNER, oracle)}
+    episodes = await play(Nim, SIX, players)
+    (loser,), (winner,) = episodes[FIRST], episodes[SECOND]
+    assert (loser.reward, loser.success) == (-1.0, False)
+    assert (winner.num_turns, winner.reward, winner.success) == (0, 1.0, True)
+    again = Trajectory.from_json(winner.to_json())
+    assert (again.reward, again.success) == (1.0, True)
+    outcome = record_of(winner, 0, 0, ("nim",), None).at_horizon(8)
+    assert outcome is not None
+    assert (outcome.success, outcome.reward, outcome.turns) == (True, 1.0, 0)
+    metrics = episode_metrics([Group(winner.task, [winner])])
+    assert (metrics["roles/second_reward"], metrics["roles/second_success"]) == (1.0, 1.0)
+    assert gather([Group(winner.task, [winner])], RLSettings()).samples == [], "there is nothing to train on"
 
 
 async def test_a_game_without_turns_left_is_truncated_for_every_role() -> None:

@@ -77,6 +77,8 @@ class World:
         """Roles that still act themselves."""
         self.unpaid = dict.fromkeys(roles, 0.0)
         """Rewards that a role's session has not returned yet."""
+        self.paid = dict.fromkeys(roles, 0.0)
+        """All rewards of a role."""
         self.moves: list[tuple[str, str]] = []
         """(role, action) of every move, in order."""
         self._error = ""
@@ -161,6 +163,7 @@ class World:
             raise EnvError(f"{self._env.name} needs info['rewards'] = {{role: reward}}, got {rewards!r:.120}")
         for name, reward in rewards.items():
             self.unpaid[name] += reward
+            self.paid[name] += reward
         self._step, self._role = step, "" if step.done else turn
         return info
 
@@ -263,6 +266,8 @@ async def play_team(
             trajectory.stop, trajectory.error = StopReason.ERROR, f"EnvError: the episode of {failed} failed"
         if trajectory.rewards:  # what a role earned after its last reply, if that was cut
             trajectory.rewards[-1] += world.unpaid[role]
+        else:
+            trajectory.passive_reward = world.paid[role]
         _add_moves(trajectory, world.moves)
     return episodes
 
