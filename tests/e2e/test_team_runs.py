@@ -19,6 +19,7 @@ from runs_for_tests import (
     quiet,
     train_process,
 )
+from servers_for_tests import server_in_thread
 
 from agentgym_rl import cli
 from agentgym_rl.agent.policy import Policy, ScriptedPolicy
@@ -26,6 +27,7 @@ from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.commands.evaluate import evaluate, request_of
 from agentgym_rl.commands.train import train
 from agentgym_rl.config import Config, ScaleConfig, load_config
+from agentgym_rl.environment.envs.nim import Nim
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.run.backend import LocalBackend
 from agentgym_rl.run.backend_ray import Job, Player
@@ -182,6 +184,22 @@ async def test_an_environment_with_roles_needs_a_team(tmp_path: Path) -> None:
     raw: dict[str, Any] = config_of("nim/tiny.toml").model_dump(exclude={"team"})
     with pytest.raises(ConfigError, match="nim has several roles, say who plays each"):
         await train(Config.model_validate(raw), tmp_path / "run", console=quiet())
+
+
+async def test_roles_of_a_server_are_checked_before_the_run(tmp_path: Path) -> None:
+    with server_in_thread({"nim": Nim}) as server:
+        served = {"name": "nim", "url": f"{server.url}/nim"}
+        raw: dict[str, Any] = config_of("nim/tiny.toml").model_dump() | {"environments": [served]}
+        for team, message in (
+            (None, "nim has several roles, say who plays each"),
+            (
+                {"roles": {"first": {}, "third": {}}},
+                r"has first, third, nim has the roles first, second",
+            ),
+        ):
+            with pytest.raises(ConfigError, match=message):
+                await train(Config.model_validate(raw | {"team": team}), tmp_path / "run", console=quiet())
+            assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.long

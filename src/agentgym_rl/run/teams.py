@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -228,7 +228,8 @@ class Team:
     def _chat(self, rest: str, temperature: float) -> PolicyFactory:
         model, _, url = rest.partition("@")
         if rest not in self._clients:
-            self._clients[rest] = ChatClient(url, model, api_key_variable=self._team.api_key_variable)
+            variable = self._team.api_key_variable
+            self._clients[rest] = ChatClient(url, model, api_key_variable=variable, setting="team.roles: openai")
         sampling = Sampling(self._agent.max_new_tokens, temperature)
 
         def make(session: EnvSession, seed: int) -> Policy:
@@ -319,7 +320,7 @@ def demonstrating_cast(team: TeamConfig | None, policy: str) -> Cast | None:
     return lambda seed, index: players
 
 
-def team_problem(team: TeamConfig | None, env: str, roles: Mapping[str, str]) -> str:
+def team_problem(team: TeamConfig | None, env: str, roles: Collection[str]) -> str:
     """Return why an environment cannot be played by the recipe's team, or an empty string."""
     if team is None:
         example = "\n".join(f"[team.roles.{role}]" for role in roles)
