@@ -16,7 +16,7 @@ from agentgym_rl.agent.team import Cast, Player
 from agentgym_rl.common.import_paths import import_named
 from agentgym_rl.common.seeds import stable_seed
 from agentgym_rl.config import AgentConfig, Config, ModelConfig, TeamConfig
-from agentgym_rl.errors import ConfigError
+from agentgym_rl.errors import ConfigError, EngineError
 from agentgym_rl.run.collectors import demonstrators, engine_policies, session_wrapper
 from agentgym_rl.run.load_model import load_from, load_frozen
 from agentgym_rl.training.locate_model import folder_of
@@ -236,6 +236,12 @@ class Team:
             return ChatPolicy(self._clients[rest], replace(sampling, seed=seed), instruction=session.instruction)
 
         return make
+
+    def require_clients(self) -> None:
+        """Raise EngineError if an API has refused every request. Games that survive it are those it had no part in."""
+        for client in self._clients.values():
+            if client.fatal_error:
+                raise EngineError(f"a player never answered: {client.fatal_error}")
 
     async def advance(self, step: int) -> None:
         """Take a snapshot if one is due after `step`. Free the engines of those that are not drawn from any more."""
