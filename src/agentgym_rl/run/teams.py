@@ -94,7 +94,15 @@ class League:
         return random.Random(seed).choice(self.steps[-count:])
 
     def restore(self, step: int, ratings: Mapping[str, float]) -> None:
-        """Return to the state after `step`, from which a run is resumed; before the first one, `step` is -1."""
+        """Return to the state after `step`, from which a run is resumed; before the first one, `step` is -1.
+
+        Raise ConfigError if a snapshot is missing that players would be drawn from.
+        """
+        rated = sorted(int(name.partition("@")[2]) for name in ratings if name != LEARNER)
+        missing = [s for s in rated[-max(1, self._size) :] if not self.folder(s).is_dir()]
+        if missing:
+            names = ", ".join(self.folder(s).name for s in missing)
+            raise ConfigError(f"{self._root} must hold the snapshots that the run plays against; missing: {names}")
         for later in (s for s in self.steps if s > step):
             shutil.rmtree(self.folder(later))
         self.ratings = dict(ratings)
