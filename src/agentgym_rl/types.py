@@ -239,12 +239,14 @@ class Trajectory:
     """Role that it was played in, if the environment has several."""
     player: str = ""
     """Player of that role: LEARNER, or the name of another policy, which is not trained on."""
+    passive_reward: float = 0.0
+    """Reward of a role whose game ended before its first reply, so that no turn can hold it."""
     digest: Any = None
     """Numbers of its messages (training.metrics.Digest), if these are stored in another process; else None."""
 
     @property
     def reward(self) -> float:
-        return math.fsum(self.rewards)
+        return math.fsum(self.rewards) + self.passive_reward
 
     @property
     def training_rewards(self) -> list[float]:
@@ -275,9 +277,8 @@ class Trajectory:
     @property
     def success(self) -> bool:
         """True when the environment ended the episode and called it a success (or, if it does not say, paid >= 1)."""
-        if self.stop is not StopReason.DONE or not self.infos:
-            return False
-        return bool(self.infos[-1].get("success", self.reward >= 1.0))
+        info = self.infos[-1] if self.infos else {}
+        return self.stop is StopReason.DONE and bool(info.get("success", self.reward >= 1.0))
 
     @property
     def turns(self) -> list[int]:
@@ -382,6 +383,7 @@ class Trajectory:
                 **({"verdicts": [asdict(verdict) for verdict in self.verdicts]} if self.verdicts else {}),
                 **({"parent": self.parent, "shared_turns": self.shared_turns} if self.parent else {}),
                 **({"role": self.role, "player": self.player} if self.role else {}),
+                **({"passive_reward": self.passive_reward} if self.passive_reward else {}),
             },
             ensure_ascii=False,
         )
@@ -406,6 +408,7 @@ class Trajectory:
             shared_turns=row.get("shared_turns", 0),
             role=row.get("role", ""),
             player=row.get("player", ""),
+            passive_reward=row.get("passive_reward", 0.0),
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import socket
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,14 +20,17 @@ from runs_for_tests import (
     quiet,
     train_process,
 )
+from servers_for_tests import server_in_thread
 
 from agentgym_rl import cli
+from agentgym_rl.agent.engines import openai
 from agentgym_rl.agent.policy import Policy, ScriptedPolicy
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.commands.evaluate import evaluate, request_of
 from agentgym_rl.commands.train import train
 from agentgym_rl.config import Config, ScaleConfig, load_config
-from agentgym_rl.errors import ConfigError
+from agentgym_rl.environment.envs.nim import Nim
+from agentgym_rl.errors import ConfigError, EngineError
 from agentgym_rl.run.backend import LocalBackend
 from agentgym_rl.run.backend_ray import Job, Player
 from agentgym_rl.run.environments_pool import EnvironmentsPool
@@ -178,10 +182,37 @@ async def test_roles_and_players_are_checked_before_the_run(overrides: list[str]
     assert not (tmp_path / "run" / "trajectories").exists()
 
 
+async def test_a_run_ends_if_the_api_of_a_role_never_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without this it goes on with the games that the learner loses before the API's first move."""
+    monkeypatch.setattr(openai, "FIRST_CONNECT_RETRIES", 0)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]  # nobody listens there once it is closed
+    first = f"{{policy='openai:m@http://127.0.0.1:{port}/v1', eval_policy='random'}}"
+    team = f"team={{roles={{first={first}, second={{policy='learner'}}}}}}"
+    with pytest.raises(EngineError, match=r"a player never answered: .* check the address \(team.roles: openai\)"):
+        await train(config_of("nim/tiny.toml", team), tmp_path / "run", console=quiet())
+
+
 async def test_an_environment_with_roles_needs_a_team(tmp_path: Path) -> None:
     raw: dict[str, Any] = config_of("nim/tiny.toml").model_dump(exclude={"team"})
     with pytest.raises(ConfigError, match="nim has several roles, say who plays each"):
         await train(Config.model_validate(raw), tmp_path / "run", console=quiet())
+
+
+async def test_roles_of_a_server_are_checked_before_the_run(tmp_path: Path) -> None:
+    with server_in_thread({"nim": Nim}) as server:
+        served = {"name": "nim", "url": f"{server.url}/nim"}
+        raw: dict[str, Any] = config_of("nim/tiny.toml").model_dump() | {"environments": [served]}
+        for team, message in (
+            (None, "nim has several roles, say who plays each"),
+            (
+                {"roles": {"first": {}, "third": {}}},
+                r"has first, third, nim has the roles first, second",
+            ),
+        ):
+            with pytest.raises(ConfigError, match=message):
+                await train(Config.model_validate(raw | {"team": team}), tmp_path / "run", console=quiet())
+            assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.long

@@ -60,6 +60,18 @@ async def test_a_run_of_trees_learns(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+async def test_a_run_that_keeps_the_widest_groups_learns(tmp_path: Path) -> None:
+    """RAGEN's StarPO-S: a quarter of the groups, no KL term, a wider clip above 1 than below."""
+    fixed = {"kind": "fixed", "turns": [6]}
+    settings = {"rl__steps": 12, "rl__groups_per_step": 16, "rl__optimizer": {"lr": 3e-3}, "horizon": fixed}
+    settings |= {"rl__keep_groups": 0.25, "rl__clip_high": 0.28}
+    await run(counting_config(checkpoint={"every": 100}, **settings), tmp_path / "run")
+    metrics = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert metrics[-1]["reward/mean"] > metrics[0]["reward/mean"] + 0.1
+    assert all(row["samples"] <= 4 * 4 for row in metrics), "four groups of four are learned from"
+
+
+@pytest.mark.long
 async def test_a_run_of_trees_that_is_resumed_equals_one_in_one_go(tmp_path: Path) -> None:
     settings = {"rl__tree": TREE, "rl__keep_groups": 0.25, "rl__zero_variance": "keep"}
     await run(counting_config(**settings, rl__steps=2), tmp_path / "whole")

@@ -97,6 +97,31 @@ def test_metrics_say_what_the_second_attempt_is_worth() -> None:
     )
 
 
+def cut_after(turns: int) -> Trajectory:
+    """Return an episode whose first attempt was right and whose reply after `turns` turns was cut."""
+    episode = played(True, True)
+    episode.infos = [*episode.infos[:turns], {}]
+    episode.messages, episode.rewards = episode.messages[: 2 * turns + 2], [0.0] * (turns + 1)
+    episode.stop = StopReason.LENGTH
+    return episode
+
+
+def test_a_reply_that_was_cut_belongs_to_the_attempt_it_was_given_in() -> None:
+    assert [attempts_of(cut_after(turns)) for turns in (0, 1, 2)] == [[1], [1, 2], [1, 2, 2]]
+    groups = [Group(Task("lock", 1), [cut_after(1), played(True, True, "b")])]
+    cut, whole = ESTIMATORS["grpo"](gather(groups, SECOND_STAGE).episodes, SECOND_STAGE).advantages
+    assert cut[0] == whole[0] == 0.0, "both first attempts were right"
+    assert cut[1] < 0.0 < whole[1], "a reflection that is cut loses the second attempt"
+
+
+def test_an_attempt_that_was_cut_off_counts_as_failed() -> None:
+    group = Group(Task("lock", 1), [cut_after(0), cut_after(1), cut_after(2), played(True, True)])
+    metrics = attempt_metrics([group])
+    assert metrics["attempts/success_1"] == 0.75
+    assert metrics["attempts/success_2"] == 0.25, "the success of the episodes"
+    assert metrics["attempts/right_to_wrong"] == 0.5
+
+
 def test_settings_that_correction_cannot_use_are_refused() -> None:
     wrong: tuple[dict[str, Any], ...] = (
         {"algorithm": "ppo"},

@@ -28,6 +28,7 @@ Row = dict[str, Any]
 HEALTHY: Row = {
     "success/mean": 0.4,
     "reward/mean": 0.4,
+    "elo/learner": 1000.0,
     "judged/mean": 0.3,
     "groups/zero_variance": 0.6,
     "entropy/mean": 0.7,
@@ -151,6 +152,7 @@ def test_every_setting_in_a_remedy_exists() -> None:
         ("template_collapse", {"success__mean": 0.95}),
         ("echo_trap", {"success__mean": 0.95}),
         ("echo_trap", {"reward__mean": 0.9}),
+        ("echo_trap", {"elo__learner": 1300.0}),  # against its past it wins about half of the games, however good it is
         ("echo_trap", {"replies__diversity": 0.4}),
         ("echo_trap", {"reward__spread": 0.2}),
         ("repeated_actions", {"success__mean": 0.6}),

@@ -178,13 +178,16 @@ def test_pass_at_k_and_mean_over_several_samples() -> None:
 def test_attempts_of_style_reflect_are_reported_by_horizon() -> None:
     """Three turns: an attempt, a reflection, an attempt. Item 3 is cut off in its first attempt."""
 
-    def played(item: int, *tries: bool, turns: int = 3) -> Record:
-        episode = trajectory(item, [0.0] * turns, StopReason.DONE if tries else StopReason.MAX_TURNS)
+    def played(item: int, *tries: bool, turns: int = 3, stop: StopReason = StopReason.DONE) -> Record:
+        episode = trajectory(item, [0.0] * turns, stop)
         for turn, success in zip((0, 2), tries, strict=False):
             episode.infos[turn] |= {"attempt_success": success}
+        if tries and stop is StopReason.DONE:
+            episode.infos[-1] |= {"success": tries[-1]}
         return record_of(episode, 0, 0, ("A/a",), None)
 
-    tried = attempts(played(0, False, True), played(1, True, turns=1), played(2, True, False), played(3))
+    tried = attempts(played(0, False, True), played(1, True, turns=1), played(2, True, False))
+    tried |= attempts(played(3, stop=StopReason.MAX_TURNS))
     short, whole = results([plan("A", "a", range(4))], tried, 1, [2, 3], None)
     shares = whole["tasks"]["A/a"]["attempts"]
     values = {name: share["value"] for name, share in shares.items()}
@@ -193,6 +196,12 @@ def test_attempts_of_style_reflect_are_reported_by_horizon() -> None:
     assert [share["value"] for share in short["tasks"]["A/a"]["attempts"].values()] == [0.5, 0.0, 0.0]
     (plain,) = results([plan("A", "a", range(1))], attempts(record(0, WON)), 1, None, None)
     assert "attempts" not in plain["tasks"]["A/a"]
+    tried = attempts(played(0, False, True), played(1, True, turns=2, stop=StopReason.LENGTH))
+    (cut,) = results([plan("A", "a", range(2))], tried, 1, None, None)
+    values = {name: share["value"] for name, share in cut["tasks"]["A/a"]["attempts"].items()}
+    assert values == {"attempt 1": 0.5, "attempt 2": 0.5, "wrong → right": 0.5, "right → wrong": 0.5}, (
+        "an attempt whose reflection was cut has failed"
+    )
 
 
 def test_cost_includes_failed_attempts() -> None:

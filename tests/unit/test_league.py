@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from agentgym_rl.agent.team import play_team
 from agentgym_rl.config import AgentConfig, ModelConfig, TeamConfig
 from agentgym_rl.environment.envs.nim import Nim
 from agentgym_rl.environment.pool import LocalPool
+from agentgym_rl.errors import ConfigError
 from agentgym_rl.run.collectors import session_wrapper
 from agentgym_rl.run.teams import START_RATING, League, Team, demonstrating_cast, games_of, team_problem
 from agentgym_rl.types import LEARNER, EnvSession, Group, Limits, StopReason, Task, Trajectory
@@ -74,6 +76,19 @@ def test_snapshots_are_taken_drawn_pruned_and_restored(tmp_path: Path) -> None:
     snapshots.restore(5, {LEARNER: 1010.0})
     assert snapshots.steps == [2, 4]
     assert snapshots.ratings == {LEARNER: 1010.0}
+
+
+def test_a_league_without_its_snapshots_cannot_be_restored(tmp_path: Path) -> None:
+    snapshots = league(tmp_path / "league", size=2, every=2)
+    snapshots.restart()
+    for step in range(1, 7):
+        snapshots.add(step)
+    ratings = dict(snapshots.ratings)
+    shutil.rmtree(snapshots.folder(2))
+    snapshots.restore(6, ratings)  # 4 and 6 are enough
+    shutil.rmtree(snapshots.folder(4))
+    with pytest.raises(ConfigError, match=r"must hold the snapshots .* missing: step_000004$"):
+        snapshots.restore(6, ratings)
 
 
 def test_without_past_players_there_are_no_snapshots_and_no_rating(tmp_path: Path) -> None:

@@ -15,11 +15,13 @@ from tokenizers_for_tests import byte_level_bpe
 from agentgym_rl.agent.policy import EnginePolicy, OraclePolicy, Policy, PolicyFactory, RandomPolicy, ScriptedPolicy
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.session_wrapper import SessionWrapper
-from agentgym_rl.agent.team import Player, TeamCollector
+from agentgym_rl.agent.stages import Stages
+from agentgym_rl.agent.team import Player, TeamCollector, World
 from agentgym_rl.environment.envs.keydoor_duo import GUIDE, WALKER, KeyDoorDuo
 from agentgym_rl.environment.envs.nim import FIRST, SECOND, STARTS, Nim
 from agentgym_rl.environment.pool import LocalPool, RemotePool
 from agentgym_rl.errors import ConfigError
+from agentgym_rl.evaluation.records import record_of
 from agentgym_rl.training.batch import estimate, gather
 from agentgym_rl.training.metrics import episode_metrics
 from agentgym_rl.training.settings import RLSettings
@@ -124,6 +126,22 @@ async def test_a_cut_reply_is_an_empty_move_and_its_loss_is_paid_to_that_reply()
     assert (second.num_turns, second.messages) == (0, second.messages[-1:]), "it won before its first move"
 
 
+async def test_a_role_that_wins_before_its_first_reply_has_won() -> None:
+    players = {FIRST: Player("random", saying("pass")), SECOND: Player(LEARNER, oracle)}
+    episodes = await play(Nim, SIX, players)
+    (loser,), (winner,) = episodes[FIRST], episodes[SECOND]
+    assert (loser.reward, loser.success) == (-1.0, False)
+    assert (winner.num_turns, winner.reward, winner.success) == (0, 1.0, True)
+    again = Trajectory.from_json(winner.to_json())
+    assert (again.reward, again.success) == (1.0, True)
+    outcome = record_of(winner, 0, 0, ("nim",), None).at_horizon(8)
+    assert outcome is not None
+    assert (outcome.success, outcome.reward, outcome.turns) == (True, 1.0, 0)
+    metrics = episode_metrics([Group(winner.task, [winner])])
+    assert (metrics["roles/second_reward"], metrics["roles/second_success"]) == (1.0, 1.0)
+    assert gather([Group(winner.task, [winner])], RLSettings()).samples == [], "there is nothing to train on"
+
+
 async def test_a_game_without_turns_left_is_truncated_for_every_role() -> None:
     players = {FIRST: Player(LEARNER, oracle), SECOND: Player(LEARNER, oracle)}
     episodes = await play(Nim, STARTS.index((12,)), players, limits=Limits(2, 16, 4000))
@@ -173,6 +191,98 @@ async def test_a_player_that_hangs_ends_the_game_and_leaves_nothing_behind(on_ti
     assert len(episodes[FIRST][0].rewards) == 1
     assert Hanging.closed == 1
     assert len(asyncio.all_tasks()) == before
+
+
+class SlowSession(SessionWrapper):
+    """A session of several roles whose reset takes a few iterations, and whose step may never end."""
+
+    def __init__(self, env: Any, pool: SlowPool) -> None:
+        super().__init__(env)
+        self.roles, self._pool = env.roles, pool
+
+    async def reset(self, item: int) -> Step:
+        self._pool.resets += 1
+        self._pool.most_resets = max(self._pool.most_resets, self._pool.resets)
+        for _ in range(7):
+            await asyncio.sleep(0)
+        self._pool.resets -= 1
+        self._pool.num_reset += 1
+        if self._pool.num_reset == 2:
+            self._pool.two_reset.set()
+        return await super().reset(item)
+
+    async def step(self, text: str) -> Step:
+        if self._pool.hangs:
+            await asyncio.Event().wait()
+        return await super().step(text)
+
+
+class SlowPool:
+    """A pool of such sessions. It counts resets."""
+
+    def __init__(self, *, hangs: bool = False) -> None:
+        self._pool, self.hangs = LocalPool({"nim": Nim}), hangs
+        self.resets = self.most_resets = self.num_reset = 0
+        self.two_reset = asyncio.Event()
+
+    @property
+    def num_open(self) -> int:
+        return self._pool.num_open
+
+    async def open(self, env: str) -> EnvSession:
+        return SlowSession(await self._pool.open(env), self)
+
+    async def items(self, env: str, split: str, subset: str | None = None) -> list[int]:
+        return await self._pool.items(env, split, subset)
+
+    async def close(self) -> None:
+        await self._pool.close()
+
+
+async def play_slowly(pool: SlowPool, group_size: int, stages: Stages, policy: PolicyFactory, **options: Any) -> Group:
+    players = {FIRST: Player(LEARNER, policy), SECOND: Player(LEARNER, oracle)}
+    collector = TeamCollector(lambda seed, index: players, pool, policy, group_size, stages, **options)
+    try:
+        return (await collector([Task("nim", SIX)], LIMITS, seed=1))[0]
+    finally:
+        await pool.close()
+
+
+async def test_a_step_that_the_deadline_cuts_does_not_fail_the_other_roles() -> None:
+    """With on_timeout = "truncate" the deadline, which all roles have, must end the game as TIMEOUT for all."""
+    pool = SlowPool(hangs=True)
+    world = World(await pool.open("nim"), Nim.roles)
+    await world.reset(SIX)
+    acting = asyncio.create_task(world.act(FIRST, "take 1 from red", last=False))
+    waiting = asyncio.create_task(world.wait(SECOND, until_end=False))
+    await asyncio.sleep(0)
+    acting.cancel()
+    await asyncio.wait({waiting}, timeout=0.05)
+    assert acting.cancelled()
+    assert not waiting.done(), "it waits for its own deadline"
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    await pool.close()
+
+
+async def test_resets_of_games_have_the_bound_of_their_stage() -> None:
+    pool = SlowPool()
+    group = await play_slowly(pool, 8, Stages(8, 0, {"nim": 2}), oracle)
+    assert {t.stop for t in group.trajectories} == {StopReason.DONE}
+    assert pool.most_resets == 2
+
+
+async def test_the_next_game_is_reset_while_one_is_played() -> None:
+    pool = SlowPool()
+
+    class Waiting(OraclePolicy):
+        async def reply(self, messages: list[Message], observation: Any, limits: Limits) -> Any:
+            await pool.two_reset.wait()
+            return await super().reply(messages, observation, limits)
+
+    options: dict[str, Any] = {"retries": 0, "episode_timeout_s": 5.0}
+    group = await play_slowly(pool, 2, Stages(1, 1), lambda session, seed: Waiting(session), **options)
+    assert {t.stop for t in group.trajectories} == {StopReason.DONE}, "else the first game waits until its deadline"
 
 
 async def test_a_game_that_is_cancelled_leaves_nothing_behind() -> None:

@@ -248,6 +248,32 @@ async def test_replay_and_fork_give_the_same_trees() -> None:
     assert NotCopied.num_steps == sum(t.num_turns for group in replayed for t in group.trajectories)
 
 
+class SharedState(Counting):
+    """Its fork shares the state with the original."""
+
+    num_alive: ClassVar[int] = 0
+    num_steps = 0
+
+    def step(self, text: str) -> Step:
+        self.num_steps += 1
+        return super().step(text)
+
+    def state_key(self) -> str:
+        return f"{self.count} after {self.num_steps} steps"
+
+    def fork(self) -> SharedState:
+        return self
+
+
+async def test_a_fork_that_later_steps_change_is_an_error() -> None:
+    groups = await play(Branching(roots=1, branches=1, depth=1), SharedState, options={"retries": 0})
+    roots = [group.trajectories[0] for group in groups]
+    branches = [t for group in groups for t in group.trajectories if t.parent]
+    assert branches
+    assert StopReason.ERROR not in {t.stop for t in roots}
+    assert all("fork() must return a copy that later steps do not change" in (t.error or "") for t in branches)
+
+
 async def test_trees_over_http_are_those_in_this_process() -> None:
     shape = Branching(roots=1, branches=2, depth=2)
     with server_in_thread({"counting": Counting}) as server:

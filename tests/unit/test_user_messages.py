@@ -14,10 +14,11 @@ from agentgym_rl.agent.policy import EnginePolicy, OraclePolicy
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.rollout import rollout
 from agentgym_rl.agent.styles import STYLES
+from agentgym_rl.agent.trees import Branching, TreeCollector
 from agentgym_rl.environment.pool import LocalPool, RemotePool
 from agentgym_rl.environment.tools import Tool
 from agentgym_rl.run.demonstrations import to_sample
-from agentgym_rl.types import Limits, Sampling, Step, Task, ToolCall, Trajectory
+from agentgym_rl.types import Limits, Sampling, Step, StopReason, Task, ToolCall, Trajectory
 
 LIMITS = Limits(max_turns=8, max_new_tokens=900, max_context=9000)
 PLACE = {"place": {"type": "string"}}
@@ -88,6 +89,24 @@ def test_the_messages_capability_is_listed() -> None:
     from agentgym_rl.environment.server import capabilities
 
     assert capabilities(Desk) == ["oracle", "tools", "messages"]
+
+
+async def test_a_branch_of_a_tree_has_the_tools_of_its_item_and_state(pool: LocalPool | RemotePool) -> None:
+    """In process it continues from a copy of the environment, over HTTP it replays the shared turns."""
+    offered: list[list[str]] = []
+
+    class Noting(OraclePolicy):
+        async def reply(self, *arguments: Any) -> Any:
+            offered.append(names(self._env.tools))
+            return await super().reply(*arguments)
+
+    shape = Branching(roots=1, branches=2, depth=1)
+    collect = TreeCollector(shape, pool, lambda session, seed: Noting(session), 1, 4, 0)
+    (group,) = await collect([Task("desk", 1)], LIMITS, 1)
+    assert [(t.stop, t.success) for t in group.trajectories] == [(StopReason.DONE, True)] * 3
+    assert all(t.shared_turns for t in group.trajectories[1:])
+    assert [names(t.tools) for t in group.trajectories] == [["bus"]] * 3
+    assert {tuple(tools) for tools in offered} == {("bus",), ("bus", "hotel")}
 
 
 async def test_tools_are_those_of_the_item_and_the_state(pool: LocalPool | RemotePool) -> None:

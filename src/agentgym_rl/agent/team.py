@@ -20,6 +20,7 @@ from agentgym_rl.agent.stages import EpisodeStage
 from agentgym_rl.common.seeds import stable_seed
 from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.types import (
+    EPISODE_TIMEOUT,
     LEARNER,
     EnvSession,
     Group,
@@ -77,6 +78,8 @@ class World:
         """Roles that still act themselves."""
         self.unpaid = dict.fromkeys(roles, 0.0)
         """Rewards that a role's session has not returned yet."""
+        self.paid = dict.fromkeys(roles, 0.0)
+        """All rewards of a role."""
         self.moves: list[tuple[str, str]] = []
         """(role, action) of every move, in order."""
         self._error = ""
@@ -140,7 +143,8 @@ class World:
             while not self._over and self._role not in self._active:
                 self.moves.append((self._role, ""))
                 self._keep(self._role, await self._env.step(""))
-        except BaseException as error:
+        except Exception as error:
+            # A cancellation is no failure of the game: it is the deadline, which the other roles have as well.
             self._error = self._error or f"{type(error).__name__}: {error}"
             raise
         finally:
@@ -161,6 +165,7 @@ class World:
             raise EnvError(f"{self._env.name} needs info['rewards'] = {{role: reward}}, got {rewards!r:.120}")
         for name, reward in rewards.items():
             self.unpaid[name] += reward
+            self.paid[name] += reward
         self._step, self._role = step, "" if step.done else turn
         return info
 
@@ -223,6 +228,14 @@ class PlayerPolicy:
         await self._policy.close()
 
 
+def new_world(env: EnvSession, players: Mapping[str, Player]) -> World:
+    """Return a game that has not been started. Raise ConfigError if the players are not those of its roles."""
+    if set(players) != set(roles_of(env)):
+        wanted = ", ".join(roles_of(env)) or "none"
+        raise ConfigError(f"{env.name} has the roles {wanted}, players were given for {', '.join(players) or 'none'}")
+    return World(env, players)
+
+
 async def play_team(
     task: Task,
     env: EnvSession,
@@ -234,15 +247,14 @@ async def play_team(
     wrap: Callable[[EnvSession], EnvSession] = lambda session: session,
     timeout_s: float | None = None,
     truncate: bool = False,
+    world: World | None = None,
 ) -> list[Trajectory]:
     """Play one game and return one episode per role. `ids` are those of the episodes, by role.
 
-    If a role fails, the episodes of all roles end as ERROR. The caller closes `env`.
+    If a role fails, the episodes of all roles end as ERROR. The caller closes `env`. `world` is the game, if it has
+    been started already.
     """
-    if set(players) != set(roles_of(env)):
-        wanted = ", ".join(roles_of(env)) or "none"
-        raise ConfigError(f"{task.env} has the roles {wanted}, players were given for {', '.join(players) or 'none'}")
-    world = World(env, players)
+    world = world or new_world(env, players)
 
     async def play(role: str, player: Player) -> Trajectory:
         turns = min(limits.max_turns, player.max_turns or limits.max_turns)
@@ -263,6 +275,8 @@ async def play_team(
             trajectory.stop, trajectory.error = StopReason.ERROR, f"EnvError: the episode of {failed} failed"
         if trajectory.rewards:  # what a role earned after its last reply, if that was cut
             trajectory.rewards[-1] += world.unpaid[role]
+        else:
+            trajectory.passive_reward = world.paid[role]
         _add_moves(trajectory, world.moves)
     return episodes
 
@@ -329,13 +343,25 @@ class TeamCollector(Collector):
         ids: Mapping[str, str],
         seed: int,
     ) -> list[Trajectory]:
-        session = await self._open(task)
-        if isinstance(session, str):
+        def failed(error: str) -> list[Trajectory]:
             return [
-                Trajectory(ids[role], task, stop=StopReason.ERROR, error=session, role=role, player=player.name)
+                Trajectory(ids[role], task, stop=StopReason.ERROR, error=error, role=role, player=player.name)
                 for role, player in players.items()
             ]
+
+        session = await self._open(task)
+        if isinstance(session, str):
+            return failed(session)
         try:
+            world = new_world(session, players)
+            try:
+                # Before a slot to play is taken: a slow reset must not keep another game from the engine.
+                async with asyncio.timeout(self._episode_timeout_s) as deadline:
+                    await world.reset(task.item)
+            except Exception as error:
+                late = isinstance(error, TimeoutError) and deadline.expired()
+                reason = f"{EPISODE_TIMEOUT}: the reset did not end within {self._episode_timeout_s:g} s"
+                return failed(reason if late else f"{type(error).__name__}: {error}")
             if (waiting := stage.play()) is not None:
                 await waiting
             return await play_team(
@@ -348,6 +374,7 @@ class TeamCollector(Collector):
                 wrap=self._wrap or (lambda session: session),
                 timeout_s=self._episode_timeout_s,
                 truncate=self._truncate,
+                world=world,
             )
         finally:
             stage.leave()

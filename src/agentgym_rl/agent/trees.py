@@ -85,6 +85,8 @@ class TreeSession(SessionWrapper):
 
     async def reset(self, item: int) -> Step:
         self.steps, self.copies = [], []
+        if self._branch is not None and self._branch.copy is not None:
+            self.tools[:] = self._branch.path.trajectory.tools  # a reset would set those of the item
         return await self._next(lambda: self._env.reset(item))
 
     async def step(self, text: str) -> Step:

@@ -9,11 +9,8 @@ from agentgym_rl.agent.policy import PolicyFactory
 from agentgym_rl.agent.team import Cast, Player
 from agentgym_rl.commands.load_agent import AgentOptions, find_agent, load_agent
 from agentgym_rl.config import EnvironmentConfig
-from agentgym_rl.environment import catalog
-from agentgym_rl.environment.agentgym import is_agentgym
-from agentgym_rl.environment.pool import RemotePool
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.run.environments_pool import read_token
+from agentgym_rl.run.environments_pool import roles_in
 from agentgym_rl.types import LEARNER
 
 OPPONENT = "oracle"
@@ -45,19 +42,6 @@ async def find_team(env: EnvironmentConfig | None, role: str | None, opponent: s
     if role is not None and role not in roles:
         raise ConfigError(f"--role {role!r}: the roles are {', '.join(roles)}")
     return Team(roles, role or roles[0], opponent or OPPONENT)
-
-
-async def roles_in(env: EnvironmentConfig) -> tuple[str, ...]:
-    """Return the roles of an environment, in this process or on a server."""
-    if env.url is None:
-        return tuple(getattr(catalog.load(env.source or env.name, env.kwargs), "roles", ()))
-    if is_agentgym(env.url):
-        return ()
-    pool = RemotePool({env.name: env.url}, read_token(env), 1)
-    try:
-        return tuple((await pool.info(env.name)).get("roles") or ())
-    finally:
-        await pool.close()
 
 
 class Opponent:

@@ -85,6 +85,8 @@ async def train(
 
                 plan_of(config)
             items = await all_items(playing, config.environments)
+            if pool is None:
+                await preflight.require_served_team(config.team, config.environments)
             with (
                 disk_space_or_error(folder),
                 remove_failed_start(folder),

@@ -123,13 +123,15 @@ class _PooledSession:
     async def fork(self) -> object | None:
         inner = self._require_open()
         copy = await inner.fork() if isinstance(inner, LocalSession) else None
-        return None if copy is None else (copy, self._state)
+        return None if copy is None else (copy, self._state, self._toolset)
 
     async def resume(self, copy: object) -> None:
         inner = self._require_open()
         assert isinstance(inner, LocalSession)
         assert isinstance(copy, tuple)
-        episode, self._state = copy
+        episode, self._state, self._toolset = copy
+        if self._syntax.tools:
+            self.tools[:] = [tool.schema() for tool in self._toolset]
         await inner.resume(episode)
 
     async def close(self) -> None:

@@ -111,6 +111,8 @@ class EpisodeCopy:
     """A running episode at one moment. It is never played itself, so that several sessions can resume from it."""
 
     env: TextEnv
+    key: str | None
+    """Its state_key() at that moment; None if it has none."""
     observation: str
     rewards: tuple[float, ...]
 
@@ -264,17 +266,23 @@ class LocalSession:
         async with self._lock:
             if self._not_playing:
                 raise NotPlaying(f"this {self.name} session {self._not_playing}: reset it")
-            env = await self._call("fork", fork_env, self._env)
-            return None if env is None else EpisodeCopy(env, self.observation, tuple(self._rewards))
+            env, key = await self._call("fork", self._fork, self._env)
+            return None if env is None else EpisodeCopy(env, key, self.observation, tuple(self._rewards))
 
     async def resume(self, episode: EpisodeCopy) -> None:
         """Continue the episode of a copy, which stays as it is. The environment of this session is closed."""
         async with self._lock:
-            env = await self._call("fork", fork_env, episode.env)
+            env, key = await self._call("fork", self._fork, episode.env)
             if env is None:
                 raise EnvError(f"{self.name} was copied once and cannot be copied again: fork() must always work")
+            if key != episode.key:
+                raise EnvError(
+                    f"{self.name}.fork() must return a copy that later steps do not change: its state is {key!r:.120} "
+                    f"instead of {episode.key!r:.120}"
+                )
             await self._call("close", self._env.close)
             self._env, self._keyed_env = env, _if_it_has(env, "state_key")
+            self._tools_env = _if_it_has(env, "item_tools")
             self._roles_env = env if isinstance(env, HasRoles) else None
             self._started, self._not_playing = True, ""
             self._rewards, self.observation = list(episode.rewards), episode.observation
@@ -319,6 +327,12 @@ class LocalSession:
         if self._roles_env is not None and not step.done:
             step.info = {**step.info, "role": self._text("role", self._roles_env.role())}
         return step
+
+    def _fork(self, env: TextEnv) -> tuple[TextEnv | None, str | None]:
+        """Return a copy of an environment, if there is one, and the key of its state."""
+        copied = fork_env(env)
+        keyed = None if copied is None else _if_it_has(copied, "state_key")
+        return copied, None if keyed is None else self._key(keyed)
 
     def _key(self, env: HasStateKey) -> str:
         return self._text("state_key", env.state_key())

@@ -123,9 +123,9 @@ def _scores(outcomes: list[list[Outcome]], samples: int) -> dict[str, Any]:
 
 def _attempt_shares(outcomes: list[list[Outcome]]) -> dict[str, Any]:
     """Return the success of each attempt of style reflect. An attempt that was not needed counts as its predecessor,
-    one that the horizon cut off as failed."""
+    one that was cut off as failed."""
     most = max(len(outcome.tries) for scored in outcomes for outcome in scored)
-    rows = [[_padded(outcome.tries, most) for outcome in scored] for scored in outcomes]
+    rows = [[[*o.tries, *[o.success] * (most - len(o.tries))] for o in scored] for scored in outcomes]
     shares: dict[str, Callable[[list[bool]], bool]] = {
         **{f"attempt {k + 1}": lambda row, k=k: row[k] for k in range(most)},  # type: ignore[misc]
         "wrong → right": lambda row: not row[0] and row[-1],
@@ -134,11 +134,6 @@ def _attempt_shares(outcomes: list[list[Outcome]]) -> dict[str, Any]:
     played = sum(map(len, rows))
     rates = {name: [_mean(of(row) for row in scored) for scored in rows] for name, of in shares.items()}
     return {name: _with_interval(_mean(values), rate_interval(values, played)) for name, values in rates.items()}
-
-
-def _padded(tries: tuple[bool, ...], count: int) -> list[bool]:
-    last = bool(tries) and tries[-1]
-    return [*tries, *[last] * (count - len(tries))]
 
 
 def _costs(attempts: Sequence[tuple[Record, int]], prices: Prices | None) -> dict[str, Any]:

@@ -48,6 +48,8 @@ class Record:
     columns: tuple[str, ...]
     tries: tuple[tuple[int, bool], ...] = ()
     """Last turn, from 1, and success of every attempt of style reflect."""
+    passive_reward: float = 0.0
+    """Reward of a role that never replied."""
 
     @property
     def key(self) -> tuple[str, int, int]:
@@ -65,7 +67,8 @@ class Record:
         if self.failed:
             return None
         tries = tuple(success for _, success in self.tries)
-        return Outcome(self.success, math.fsum(self.rewards), len(self.rewards), self.stop.truncated, tries)
+        reward = math.fsum(self.rewards) + self.passive_reward
+        return Outcome(self.success, reward, len(self.rewards), self.stop.truncated, tries)
 
     def tokens_at_horizon(self, max_turns: int) -> tuple[Tokens, ...]:
         return (self.tokens or ())[:max_turns]
@@ -100,6 +103,7 @@ def record_of(
             for turn, info in enumerate(trajectory.infos, start=1)
             if "attempt_success" in info
         ),
+        trajectory.passive_reward,
     )
 
 

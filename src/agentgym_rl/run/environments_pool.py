@@ -9,7 +9,7 @@ from typing import Any
 from agentgym_rl.agent.styles import STYLES
 from agentgym_rl.config import AgentConfig, EnvironmentConfig
 from agentgym_rl.environment import catalog
-from agentgym_rl.environment.agentgym import read_items
+from agentgym_rl.environment.agentgym import is_agentgym, read_items
 from agentgym_rl.environment.base import TextEnv
 from agentgym_rl.environment.pool import LocalPool, RemotePool
 from agentgym_rl.errors import ConfigError
@@ -59,6 +59,19 @@ class EnvironmentsPool:
 def load_class(env: EnvironmentConfig) -> type[TextEnv]:
     """Return the class of an environment in this process, with the recipe's arguments bound."""
     return catalog.load(env.source or env.name, env.kwargs)
+
+
+async def roles_in(env: EnvironmentConfig) -> tuple[str, ...]:
+    """Return the roles of an environment, in this process or on a server; none if it has a single agent."""
+    if env.url is None:
+        return tuple(getattr(load_class(env), "roles", ()))
+    if is_agentgym(env.url):
+        return ()
+    pool = RemotePool({env.name: env.url}, read_token(env), 1)
+    try:
+        return tuple((await pool.info(env.name)).get("roles") or ())
+    finally:
+        await pool.close()
 
 
 def read_recipe_items(env: EnvironmentConfig) -> dict[str, list[int]]:

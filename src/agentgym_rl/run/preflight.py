@@ -25,7 +25,7 @@ from agentgym_rl.environment import catalog
 from agentgym_rl.environment.own_class import is_import_path
 from agentgym_rl.errors import ConfigError, EngineError
 from agentgym_rl.rewards.scores import own_reward
-from agentgym_rl.run.environments_pool import load_class, read_recipe_items, read_token
+from agentgym_rl.run.environments_pool import load_class, read_recipe_items, read_token, roles_in
 from agentgym_rl.run.load_model import base_of_adapters
 from agentgym_rl.run.memory_demand import require_memory, shape_of, why_not_split
 from agentgym_rl.run.teams import scripted_policy, team_problem
@@ -142,6 +142,14 @@ def require_team(team: TeamConfig | None, environments: Iterable[EnvironmentConf
                 scripted_policy(rest)
             elif kind == "openai":
                 key_headers(team.api_key_variable if team is not None else None)
+
+
+async def require_served_team(team: TeamConfig | None, environments: Iterable[EnvironmentConfig]) -> None:
+    """Raise ConfigError for roles that an environment on a server does not have. It asks the server."""
+    for env in environments:
+        problem = team_problem(team, env.name, await roles_in(env)) if env.url else ""
+        if problem:
+            raise ConfigError(problem)
 
 
 def require_recovery(environments: tuple[EnvironmentConfig, ...], setting: str) -> None:

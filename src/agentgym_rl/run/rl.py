@@ -131,6 +131,8 @@ class RLRun(Run):
         if failures:
             message = f"{len(failures)} of {len(played)} attempts at episodes of step {step} failed and are left out"
             self.warn("episodes_failed", f"{message}; the first: {failures[0]}")
+        if self.backend.team is not None:
+            self.backend.team.require_clients()
         unjudged = [trajectory.judge_error for trajectory in played if trajectory.judge_error]
         if unjudged:
             message = f"{len(unjudged)} of {len(played)} episodes of step {step} were not judged and are left out"

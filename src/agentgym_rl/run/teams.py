@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from agentgym_rl.agent.team import Cast, Player
 from agentgym_rl.common.import_paths import import_named
 from agentgym_rl.common.seeds import stable_seed
 from agentgym_rl.config import AgentConfig, Config, ModelConfig, TeamConfig
-from agentgym_rl.errors import ConfigError
+from agentgym_rl.errors import ConfigError, EngineError
 from agentgym_rl.run.collectors import demonstrators, engine_policies, session_wrapper
 from agentgym_rl.run.load_model import load_from, load_frozen
 from agentgym_rl.training.locate_model import folder_of
@@ -94,7 +94,15 @@ class League:
         return random.Random(seed).choice(self.steps[-count:])
 
     def restore(self, step: int, ratings: Mapping[str, float]) -> None:
-        """Return to the state after `step`, from which a run is resumed; before the first one, `step` is -1."""
+        """Return to the state after `step`, from which a run is resumed; before the first one, `step` is -1.
+
+        Raise ConfigError if a snapshot is missing that players would be drawn from.
+        """
+        rated = sorted(int(name.partition("@")[2]) for name in ratings if name != LEARNER)
+        missing = [s for s in rated[-max(1, self._size) :] if not self.folder(s).is_dir()]
+        if missing:
+            names = ", ".join(self.folder(s).name for s in missing)
+            raise ConfigError(f"{self._root} must hold the snapshots that the run plays against; missing: {names}")
         for later in (s for s in self.steps if s > step):
             shutil.rmtree(self.folder(later))
         self.ratings = dict(ratings)
@@ -228,13 +236,20 @@ class Team:
     def _chat(self, rest: str, temperature: float) -> PolicyFactory:
         model, _, url = rest.partition("@")
         if rest not in self._clients:
-            self._clients[rest] = ChatClient(url, model, api_key_variable=self._team.api_key_variable)
+            variable = self._team.api_key_variable
+            self._clients[rest] = ChatClient(url, model, api_key_variable=variable, setting="team.roles: openai")
         sampling = Sampling(self._agent.max_new_tokens, temperature)
 
         def make(session: EnvSession, seed: int) -> Policy:
             return ChatPolicy(self._clients[rest], replace(sampling, seed=seed), instruction=session.instruction)
 
         return make
+
+    def require_clients(self) -> None:
+        """Raise EngineError if an API has refused every request. Games that survive it are those it had no part in."""
+        for client in self._clients.values():
+            if client.fatal_error:
+                raise EngineError(f"a player never answered: {client.fatal_error}")
 
     async def advance(self, step: int) -> None:
         """Take a snapshot if one is due after `step`. Free the engines of those that are not drawn from any more."""
@@ -319,7 +334,7 @@ def demonstrating_cast(team: TeamConfig | None, policy: str) -> Cast | None:
     return lambda seed, index: players
 
 
-def team_problem(team: TeamConfig | None, env: str, roles: Mapping[str, str]) -> str:
+def team_problem(team: TeamConfig | None, env: str, roles: Collection[str]) -> str:
     """Return why an environment cannot be played by the recipe's team, or an empty string."""
     if team is None:
         example = "\n".join(f"[team.roles.{role}]" for role in roles)

@@ -192,22 +192,30 @@ def role_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
 
 
 def attempts_of(trajectory: Trajectory) -> list[int]:
-    """Return K: the attempt of each turn, from 1. A reflection belongs to the attempt that it prepares."""
-    return [int(info.get("attempt", 1)) + bool(info.get("reflection")) for info in trajectory.infos]
+    """Return K: the attempt of each turn, from 1. A reflection belongs to the attempt that it prepares.
+
+    The environment says nothing about a reply that was cut, so such a turn continues what came before it.
+    """
+    attempts, current = [], 1
+    for info in trajectory.infos:
+        current = int(info.get("attempt", current)) + bool(info.get("reflection"))
+        attempts.append(current)
+        current += "attempt_success" in info
+    return attempts
 
 
 def attempt_metrics(groups: list[Group]) -> dict[str, float]:
     """Return the success of every attempt of style reflect, and of the first attempts sampled twice (pass@2).
 
     The last attempt must beat the latter to be worth its tokens. An attempt that was not needed counts as its
-    predecessor. Empty without attempts.
+    predecessor, one that was cut off as failed. Empty without attempts.
     """
-    rows = [[outcome for t in g.usable if (outcome := _attempt_successes(t))] for g in groups]
-    episodes = [row for group in rows for row in group]
-    if not episodes:
+    tries = [[(_attempt_successes(t), t.success) for t in g.usable] for g in groups]
+    most = max((len(row) for group in tries for row, _ in group), default=0)
+    if not most:
         return {}
-    most = max(map(len, episodes))
-    whole = [[*row, *[row[-1]] * (most - len(row))] for row in episodes]
+    rows = [[[*row, *[success] * (most - len(row))] for row, success in group] for group in tries]
+    whole = [row for group in rows for row in group]
     pairs = [(len(group), sum(row[0] for row in group)) for group in rows if len(group) > 1]
     metrics = {f"attempts/success_{k + 1}": _mean(row[k] for row in whole) for k in range(most)}
     metrics["attempts/wrong_to_right"] = _mean(not row[0] and row[-1] for row in whole)

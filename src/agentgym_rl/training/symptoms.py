@@ -32,6 +32,7 @@ METRICS = frozenset(
         "success/mean",
         "reward/mean",
         "reward/spread",
+        "elo/learner",
         "judged/mean",
         "groups/zero_variance",
         "entropy/mean",
@@ -437,11 +438,12 @@ def template_collapse(rows: Rows) -> Symptom | None:
 def echo_trap(rows: Rows) -> Symptom | None:
     """Detect that the spread of rewards within groups and the diversity of replies are both below a third of their best
     windows. Episodes then echo each other and groups teach nothing. A policy that converges on a solution does so too,
-    so the rule is silent while success or reward is near its best after a rise. RAGEN: arXiv 2504.20073."""
+    so the rule is silent while success, reward or, in self-play, the rating is near its best after a rise. RAGEN: arXiv
+    2504.20073."""
     spreads, diversities = _window_means(rows, "reward/spread"), _window_means(rows, "replies/diversity")
     if not spreads or not diversities or _solved(rows):
         return None
-    if any(_rose(rows, name) and _near_best(rows, name) for name in ("success/mean", "reward/mean")):
+    if any(_rose(rows, name) and _near_best(rows, name) for name in ("success/mean", "reward/mean", "elo/learner")):
         return None
     spread, diversity = (max(value for _, value in means) for means in (spreads, diversities))
     spread_now, diversity_now = spreads[-1][1], diversities[-1][1]

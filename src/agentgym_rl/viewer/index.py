@@ -328,6 +328,7 @@ class Reader:
         env, item, name = str(row["env"]), _integer(row["item"]), str(row["id"])
         stop = StopReason(row["stop"]) if row.get("stop") else None
         trajectory = Trajectory(name, Task(env, item), [], row["rewards"], row["infos"], stop)
+        trajectory.passive_reward = float(row.get("passive_reward") or 0.0)
         sampled = sum(_sampled_tokens(message) for message in row["messages"])
         team = match[1] if (match := _MEMBER.fullmatch(name)) else f"{env}/{item}"
         return (

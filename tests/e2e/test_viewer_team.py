@@ -1,0 +1,70 @@
+"""The viewer in a real Chromium: games of several roles, and the rating of a league."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from browser_for_tests import chromium, go
+from playwright.sync_api import Page, expect
+from viewer_for_tests import library_of, run, viewer_in_thread
+
+from agentgym_rl.agent.policy import OraclePolicy, ScriptedPolicy
+from agentgym_rl.agent.team import Player, TeamCollector
+from agentgym_rl.environment.envs.nim import Nim
+from agentgym_rl.environment.pool import LocalPool
+from agentgym_rl.run.log import RunLog
+from agentgym_rl.types import LEARNER, Group, Limits, Task
+
+
+async def play() -> list[Group]:
+    """Play two games that the learner, as second, wins before its first reply."""
+    pool = LocalPool({"nim": Nim})
+    players = {
+        "first": Player("past@0", lambda session, seed: ScriptedPolicy(["pass"])),
+        "second": Player(LEARNER, lambda session, seed: OraclePolicy(session)),
+    }
+    collect = TeamCollector(
+        lambda seed, index: players, pool, lambda session, seed: OraclePolicy(session), 2, 4, prefix="train-"
+    )
+    groups = await collect([Task("nim", 4)], Limits(6, 8, 4096), 1)
+    await pool.close()
+    return groups
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    root: Path = tmp_path_factory.mktemp("runs")
+    log = RunLog.create(root / "team", {"name": "team", "environments": [{"name": "nim"}], "agent": {"style": "act"}})
+    for trajectory in (t for group in run(play()) for t in group.trajectories):
+        log.write_trajectory(1, trajectory)
+    for step, rating in ((1, 1000.0), (2, 1250.0)):
+        log.log(step, {"success/mean": 0.0, "elo/learner": rating})
+    log.close()
+    with viewer_in_thread(library_of(root, tmp_path_factory.mktemp("cache"))) as url:
+        yield url
+
+
+@pytest.fixture
+def page() -> Iterator[Page]:
+    with chromium() as browser:
+        page = browser.new_page(viewport={"width": 1280, "height": 1000})
+        yield page
+        page.close()
+
+
+def test_a_group_says_which_role_it_is_and_who_played_it(page: Page, address: str) -> None:
+    go(page, f"{address}#/group/team/step_000001.0")
+    expect(page.locator(".badges")).to_contain_text("first, played by past@0")
+    go(page, f"{address}#/group/team/step_000001.2")
+    expect(page.locator(".badges")).to_contain_text("second, played by learner")
+    expect(page.locator(".badges")).to_contain_text("2 of 2 succeeded")
+    expect(page.locator(".badges")).to_contain_text("mean reward 1")
+
+
+def test_the_page_of_a_run_draws_the_rating(page: Page, address: str) -> None:
+    go(page, f"{address}#/run/team")
+    card = page.locator(".card", has_text="Elo rating").last
+    expect(card).to_be_visible()
+    expect(card).to_contain_text("points")
