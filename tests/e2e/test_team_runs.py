@@ -193,6 +193,26 @@ async def test_a_run_ends_if_the_api_of_a_role_never_answers(tmp_path: Path, mon
         await train(config_of("nim/tiny.toml", team), tmp_path / "run", console=quiet())
 
 
+async def test_a_run_ends_if_the_api_of_a_role_stops_answering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Episodes of its step that failed are recorded. Those that failed beside answers do not end the run."""
+    calls, metrics = 0, tmp_path / "run" / "metrics.jsonl"
+
+    async def answer(client: openai.ChatClient, body: dict[str, Any]) -> openai.Answer:
+        nonlocal calls
+        calls += 1
+        if calls == 5 or (metrics.exists() and len(read_metrics(metrics)) >= 2):
+            raise EngineError("the server is gone")
+        return openai.Answer("take 1 from red", cut=False, tokens=openai.Tokens())
+
+    monkeypatch.setattr(openai.ChatClient, "_with_retries", answer)
+    first = "{policy='openai:m@http://127.0.0.1:9/v1', eval_policy='random'}"
+    team = f"team={{roles={{first={first}, second={{policy='learner'}}}}}}"
+    with pytest.raises(EngineError, match="a player answers no more: the server is gone"):
+        await train(config_of("nim/tiny.toml", team), tmp_path / "run", console=quiet())
+    assert [row["step"] for row in read_metrics(metrics)] == [1, 2]
+    assert calls > 5
+
+
 async def test_an_environment_with_roles_needs_a_team(tmp_path: Path) -> None:
     raw: dict[str, Any] = config_of("nim/tiny.toml").model_dump(exclude={"team"})
     with pytest.raises(ConfigError, match="nim has several roles, say who plays each"):

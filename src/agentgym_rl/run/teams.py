@@ -163,6 +163,8 @@ class Team:
         self.league = League(root, team.league_size, team.snapshot_every, export)
         self._frozen: dict[str, Frozen] = {}
         self._clients: dict[str, ChatClient] = {}
+        self._counted: dict[str, tuple[int, int]] = {}
+        """Answers and failures of each client at the last check."""
 
     def collector_options(
         self,
@@ -246,10 +248,14 @@ class Team:
         return make
 
     def require_clients(self) -> None:
-        """Raise EngineError if an API has refused every request. Games that survive it are those it had no part in."""
-        for client in self._clients.values():
-            if client.fatal_error:
-                raise EngineError(f"a player never answered: {client.fatal_error}")
+        """Raise EngineError if an API has answered no request since the last call, though there were some. Games that
+        survive it are those it had no part in."""
+        for name, client in self._clients.items():
+            answers, failures = self._counted.get(name, (0, 0))
+            self._counted[name] = client.answers, client.failures
+            if client.answers == answers and client.failures > failures:
+                when = "never answered" if not client.answers else "answers no more"
+                raise EngineError(f"a player {when}: {client.last_error}")
 
     async def advance(self, step: int) -> None:
         """Take a snapshot if one is due after `step`. Free the engines of those that are not drawn from any more."""

@@ -164,8 +164,10 @@ class ChatClient:
         self.usage = Usage()
         self.fatal_error = ""
         self._key_variable = api_key_variable
-        self._was_reached = self._answered = False
-        self._refusals = 0
+        self._was_reached = False
+        self.answers = self.failures = 0
+        """Requests that were answered, and those that failed after all retries."""
+        self.last_error = ""
         self._url = f"{base_url.rstrip('/')}{self.path}"
         self._timeout_s = timeout_s
         self._retries = retries
@@ -200,12 +202,15 @@ class ChatClient:
             body["seed"] = sampling.seed
         try:
             answer: Answer = await self._with_retries(body)
-        except Refused as error:
-            self._refusals += 1
-            if not self._answered and self._refusals >= MAX_INITIAL_REFUSALS:
+        except ContextOverflow:
+            raise  # the episode's own trouble
+        except EngineError as error:
+            self.failures += 1
+            self.last_error = str(error)
+            if isinstance(error, Refused) and not self.answers and self.failures >= MAX_INITIAL_REFUSALS:
                 self.fatal_error = str(error)
             raise
-        self._answered = True
+        self.answers += 1
         return answer
 
     async def _with_retries(self, body: dict[str, Any]) -> Any:
