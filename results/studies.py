@@ -473,6 +473,42 @@ def qwen_trees(seeds: list[int] | None) -> list[Job]:
     return jobs
 
 
+AGAINST_GRPO: dict[str, dict[str, tuple[str, ...]]] = {
+    "keydoor": {
+        "plain": (),
+        "widest groups": ("rl.groups_per_step=16", "rl.keep_groups=0.25"),
+    },
+    "lock": {
+        "plain": ("rl.correction.first_stage_steps=0", "rl.correction.hold=0", "rl.correction.bonus=0"),
+        "self-correction": (),
+    },
+    "nim": {
+        "plain": ("team.roles.second.policy=random",),
+        "self-play": (),
+    },
+}
+"""Settings by task and arm: GRPO, and a method that changes the groups, the reward or the opponent."""
+AGAINST_GRPO_TASKS = {
+    "keydoor": ("evidence/keydoor-rl.toml", ("model.path={base-keydoor}",)),
+    "lock": ("../examples/lock.toml", ("environments.0.name=examples.lock:Lock", "eval.every=8")),
+    "nim": ("nim/league.toml", ("team.roles.second.eval_policy=oracle",)),
+}
+"""Recipe and common settings of each task."""
+
+
+def against_grpo(seeds: list[int] | None) -> list[Job]:
+    """Return three methods beside plain GRPO on small games, on a CPU."""
+    jobs = [Job(name="base-keydoor", arm="base", task="keydoor", seed=0, recipe="evidence/keydoor-base.toml")]
+    for task, arms in AGAINST_GRPO.items():
+        recipe, common = AGAINST_GRPO_TASKS[task]
+        for seed in seeds if seeds is not None else range(8):
+            for arm, arguments in arms.items():
+                name = f"{arm.replace(' ', '-')}-{task}-{seed}"
+                run = Job(name=name, arm=arm, task=task, seed=seed, recipe=recipe, arguments=(*common, *arguments))
+                jobs.append(run)
+    return jobs
+
+
 DEBATE_ARMS = {
     "alone": ("environments.0.kwargs.rounds=0",),
     "quotes at random": ("team.roles.alpha.policy=random", "team.roles.beta.policy=random"),
@@ -539,6 +575,7 @@ STUDIES: dict[str, Callable[[list[int] | None], list[Job]]] = {
     "qwen-asynchronous": qwen_asynchronous,
     "trees": trees,
     "qwen-trees": qwen_trees,
+    "against-grpo": against_grpo,
     "debate": debate,
     "qwen-debate": qwen_debate,
 }

@@ -1,0 +1,123 @@
+"""Write docs/results/against-grpo.md and its figure from the records of the study `against-grpo`.
+
+python results/against_grpo.py [--results results] [--docs docs]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+from figures import draw_legend, draw_seeds, label_y_in_percent, new_figure, set_title
+from records import Record, curve, describe_missing, interpolate, percent_with_range, runs_of
+from studies import AGAINST_GRPO
+from study_page import write_page
+
+PLAIN = "plain"
+TITLES = {
+    "keydoor": "The groups with the largest spread of rewards",
+    "lock": "Learned self-correction",
+    "nim": "Self-play",
+}
+SETTINGS = {
+    "keydoor": """KeyDoor's layouts of three turns, from one model that imitates random play. *plain* learns from all of
+8 groups a step, *widest groups* from the 4 of 16 whose rewards differ most (`rl.keep_groups = 0.25`).""",
+    "lock": """`examples/lock.toml`: two attempts at a lock whose sound after the first betrays the code.
+*self-correction* has two stages and a bonus for improving, *plain* only the reward of the last attempt. Two independent
+guesses open 5 of 9 locks.""",
+    "nim": """`recipes/nim/league.toml`, evaluated against an opponent that never errs. *self-play* learns against its
+last ten snapshots, *plain* against random moves.""",
+}
+COLOURS = ("#94a3b8", "#0f766e")
+PAGE = """# Other methods against plain GRPO
+
+Three methods beside plain GRPO on small games, at equal sampled tokens. [Trees](trees.md) and [debate](debate.md) have
+pages of their own.
+
+![Held-out success against sampled tokens, for GRPO and another method in three games](../images/against-grpo.png)
+
+{sections}
+
+Success is that of held-out episodes, interpolated between evaluations; the range is over {seeds} seeds.
+
+## How to repeat it
+
+```
+python results/study.py against-grpo --jobs 2 --device cpu
+python results/against_grpo.py
+```
+
+## Limits
+
+{limits}
+"""
+
+
+def runs_on(records: Sequence[Record], task: str, arm: str) -> list[Record]:
+    """Return the runs of an arm by seed."""
+    runs = (record for record in runs_of(records) if (record["task"], record["arm"]) == (task, arm))
+    return sorted(runs, key=lambda record: record["seed"])
+
+
+def last_common(records: Sequence[Record], task: str) -> float:
+    """Return the tokens that every run of a task has sampled."""
+    return min(
+        r["evaluations"][-1]["sampled_tokens"] for arm in AGAINST_GRPO[task] for r in runs_on(records, task, arm)
+    )
+
+
+def success_at(records: Sequence[Record], task: str, arm: str, tokens: float) -> list[float]:
+    return [interpolate(*curve(record, "success"), tokens) for record in runs_on(records, task, arm)]
+
+
+def section(records: Sequence[Record], task: str) -> str:
+    """Describe one comparison: a claim, a table and the settings."""
+    tokens = last_common(records, task)
+    plain, other = (success_at(records, task, arm, tokens) for arm in AGAINST_GRPO[task])
+    (name,) = (arm for arm in AGAINST_GRPO[task] if arm != PLAIN)
+    better = sum(b > a for a, b in zip(plain, other, strict=True))
+    apart = min(other) > max(plain) or min(plain) > max(other)
+    lines = [
+        f"## {TITLES[task]}",
+        "",
+        f"After {tokens / 1000:.0f}k sampled tokens: {name} {100 * fmean(other):.0f}%, plain GRPO "
+        f"{100 * fmean(plain):.0f}%; ahead in {better} of {len(other)} seeds.",
+        "No seed of one reaches the other." if apart else "The seeds of both overlap: this shows no difference.",
+        "",
+        f"| | steps | before | {tokens / 2000:.0f}k tokens | {tokens / 1000:.0f}k tokens |",
+        "|---|---|---|---|---|",
+    ]
+    for arm in AGAINST_GRPO[task]:
+        runs = runs_on(records, task, arm)
+        cells = [percent_with_range(success_at(records, task, arm, x)) for x in (0, tokens / 2, tokens)]
+        lines.append(f"| {arm} | {fmean(record['steps'] for record in runs):.0f} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", SETTINGS[task]])
+
+
+def page(records: list[Record]) -> str:
+    missing = describe_missing("against-grpo", records)
+    limits = [
+        "- Tiny models and easy games: it says little about language models.",
+        *([f"- {missing[0].upper()}{missing[1:]}."] if missing else []),
+    ]
+    seeds = len({record["seed"] for record in runs_of(records)})
+    sections = "\n\n".join(section(records, task) for task in AGAINST_GRPO)
+    return PAGE.format(sections=sections, seeds=seeds, limits="\n".join(limits))
+
+
+def draw(records: Sequence[Record], path: Path) -> None:
+    figure, (row,) = new_figure(1, len(AGAINST_GRPO), 11.0, 3.4)
+    for axes, (task, arms) in zip(row, AGAINST_GRPO.items(), strict=True):
+        for arm, colour in zip(arms, COLOURS, strict=True):
+            curves = [curve(record, "success") for record in runs_on(records, task, arm)]
+            draw_seeds(axes, [([x / 1e3 for x in xs], ys) for xs, ys in curves], colour, arm)
+        axes.set_xlabel("sampled tokens (thousands)", fontsize=9)
+        label_y_in_percent(axes, "held-out success")
+        set_title(axes, task)
+        draw_legend(axes)
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    write_page("against-grpo", __doc__, page, draw)
