@@ -10,11 +10,19 @@ from pathlib import Path
 from statistics import fmean
 
 from figures import draw_legend, draw_seeds, label_y_in_percent, new_figure, set_title
-from records import Record, curve, describe_missing, interpolate, percent_with_range, runs_of
+from records import (
+    Record,
+    common_tokens,
+    compare_seeds,
+    curve,
+    describe_missing,
+    percent_with_range,
+    runs_of,
+    success_at_tokens,
+)
 from studies import AGAINST_GRPO
 from study_page import write_page
 
-PLAIN = "plain"
 TITLES = {
     "keydoor": "The groups with the largest spread of rewards",
     "lock": "Learned self-correction",
@@ -60,37 +68,23 @@ def runs_on(records: Sequence[Record], task: str, arm: str) -> list[Record]:
     return sorted(runs, key=lambda record: record["seed"])
 
 
-def last_common(records: Sequence[Record], task: str) -> float:
-    """Return the tokens that every run of a task has sampled."""
-    return min(
-        r["evaluations"][-1]["sampled_tokens"] for arm in AGAINST_GRPO[task] for r in runs_on(records, task, arm)
-    )
-
-
-def success_at(records: Sequence[Record], task: str, arm: str, tokens: float) -> list[float]:
-    return [interpolate(*curve(record, "success"), tokens) for record in runs_on(records, task, arm)]
-
-
 def section(records: Sequence[Record], task: str) -> str:
     """Describe one comparison: a claim, a table and the settings."""
-    tokens = last_common(records, task)
-    plain, other = (success_at(records, task, arm, tokens) for arm in AGAINST_GRPO[task])
-    (name,) = (arm for arm in AGAINST_GRPO[task] if arm != PLAIN)
-    better = sum(b > a for a, b in zip(plain, other, strict=True))
-    apart = min(other) > max(plain) or min(plain) > max(other)
+    arms = {arm: runs_on(records, task, arm) for arm in AGAINST_GRPO[task]}
+    tokens = common_tokens([run for runs in arms.values() for run in runs])
+    plain, other = (success_at_tokens(runs, tokens) for runs in arms.values())
+    _, name = arms
     lines = [
         f"## {TITLES[task]}",
         "",
         f"After {tokens / 1000:.0f}k sampled tokens: {name} {100 * fmean(other):.0f}%, plain GRPO "
-        f"{100 * fmean(plain):.0f}%; ahead in {better} of {len(other)} seeds.",
-        "No seed of one reaches the other." if apart else "The seeds of both overlap: this shows no difference.",
+        f"{100 * fmean(plain):.0f}%; {compare_seeds(plain, other)}",
         "",
         f"| | steps | before | {tokens / 2000:.0f}k tokens | {tokens / 1000:.0f}k tokens |",
         "|---|---|---|---|---|",
     ]
-    for arm in AGAINST_GRPO[task]:
-        runs = runs_on(records, task, arm)
-        cells = [percent_with_range(success_at(records, task, arm, x)) for x in (0, tokens / 2, tokens)]
+    for arm, runs in arms.items():
+        cells = [percent_with_range(success_at_tokens(runs, x)) for x in (0, tokens / 2, tokens)]
         lines.append(f"| {arm} | {fmean(record['steps'] for record in runs):.0f} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", SETTINGS[task]])
 

@@ -118,6 +118,24 @@ def overall_cell(record: Record) -> dict[str, Any]:
     return cell
 
 
+def success_at_tokens(runs: Sequence[Record], tokens: float) -> list[float]:
+    """Return the held-out success of each run after so many sampled tokens, between evaluations by interpolation."""
+    return [interpolate(*curve(run, "success"), tokens) for run in runs]
+
+
+def common_tokens(runs: Sequence[Record]) -> float:
+    """Return the tokens that every run has sampled."""
+    return float(min(run["evaluations"][-1]["sampled_tokens"] for run in runs))
+
+
+def compare_seeds(first: Sequence[float], second: Sequence[float]) -> str:
+    """Return in how many seeds the second is ahead, and whether the seeds tell both apart."""
+    ahead = sum(b > a for a, b in zip(first, second, strict=True))
+    apart = min(second) > max(first) or min(first) > max(second)
+    verdict = "No seed of one reaches the other." if apart else "The seeds of both overlap: this shows no difference."
+    return f"ahead in {ahead} of {len(second)} seeds.\n{verdict}"
+
+
 def percent_with_range(values: Sequence[float]) -> str:
     """Return mean, lowest and highest of some shares, such as `57% (55 to 60)`."""
     return f"{100 * statistics.fmean(values):.0f}% ({100 * min(values):.0f} to {100 * max(values):.0f})"

@@ -10,7 +10,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from figures import draw_legend, draw_seeds, label_y_in_percent, new_figure, set_title
-from records import Record, curve, describe_missing, interpolate, percent_with_range, runs_of
+from records import (
+    Record,
+    common_tokens,
+    compare_seeds,
+    curve,
+    describe_missing,
+    percent_with_range,
+    runs_of,
+    success_at_tokens,
+)
 from studies import TREE_ARMS
 from study_page import write_page
 
@@ -55,14 +64,13 @@ def runs_by_seed(records: Sequence[Record]) -> list[Record]:
     return sorted((r for r in runs_of(records) if r["arm"] in TREE_ARMS), key=lambda record: record["seed"])
 
 
-def success_at_tokens(records: Sequence[Record], arm: str, tokens: float) -> list[float]:
-    return [interpolate(*curve(record, "success"), tokens) for record in records if record["arm"] == arm]
+def runs_of_arm(records: Sequence[Record], arm: str) -> list[Record]:
+    return [record for record in records if record["arm"] == arm]
 
 
 def points(records: Sequence[Record]) -> list[float]:
     """Return the numbers of tokens to compare at: equal shares of what every run has sampled."""
-    most = min(record["evaluations"][-1]["sampled_tokens"] for record in records)
-    return [most * (k + 1) / POINTS for k in range(POINTS)]
+    return [common_tokens(records) * (k + 1) / POINTS for k in range(POINTS)]
 
 
 def table(records: Sequence[Record]) -> str:
@@ -70,26 +78,23 @@ def table(records: Sequence[Record]) -> str:
     heads = " | ".join(f"{tokens / 1000:.1f}k tokens" for tokens in columns)
     lines = [f"| | steps | endings per 1,000 tokens | {heads} |", "|---|---|---|" + "---|" * len(columns)]
     for arm in TREE_ARMS:
-        runs = [record for record in records if record["arm"] == arm]
+        runs = runs_of_arm(records, arm)
         steps = statistics.fmean(record["steps"] for record in runs)
         endings = statistics.fmean(
             1000 * sum(record["curves"]["episodes/usable"]) / record["sampled_tokens"] for record in runs
         )
-        cells = [percent_with_range(success_at_tokens(records, arm, tokens)) for tokens in columns]
+        cells = [percent_with_range(success_at_tokens(runs, tokens)) for tokens in columns]
         lines.append(f"| {arm} | {steps:.0f} | {endings:.0f} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def claim(records: Sequence[Record]) -> str:
     """Say how both arms did at the end, and whether the seeds tell them apart."""
-    end = points(records)[-1]
-    chains, trees = (success_at_tokens(records, arm, end) for arm in TREE_ARMS)
-    better = sum(b > a for a, b in zip(chains, trees, strict=True))
-    apart = min(trees) > max(chains) or min(chains) > max(trees)
+    end = common_tokens(records)
+    chains, trees = (success_at_tokens(runs_of_arm(records, arm), end) for arm in TREE_ARMS)
     return (
-        f"After {end / 1000:.0f}k sampled tokens, trees reach {100 * statistics.fmean(trees):.0f}% held-out success\n"
-        f"and chains {100 * statistics.fmean(chains):.0f}%; trees are ahead in {better} of {len(trees)} seeds. "
-        f"{'No seed of one reaches the other.' if apart else 'The seeds of both overlap: this shows no difference.'}"
+        f"After {end / 1000:.0f}k sampled tokens: trees {100 * statistics.fmean(trees):.0f}% held-out success, chains "
+        f"{100 * statistics.fmean(chains):.0f}%; {compare_seeds(chains, trees)}"
     )
 
 
@@ -120,7 +125,7 @@ def draw(records: Sequence[Record], path: Path) -> None:
     figure, (row,) = new_figure(1, len(tasks), 2.4 + 4.0 * len(tasks), 3.6)
     for axes, (task, runs) in zip(row, tasks.items(), strict=True):
         for arm, colour in COLOURS.items():
-            curves = [curve(record, "success") for record in runs if record["arm"] == arm]
+            curves = [curve(record, "success") for record in runs_of_arm(runs, arm)]
             draw_seeds(axes, [([x / 1e3 for x in xs], ys) for xs, ys in curves], colour, arm)
         axes.set_xlabel("sampled tokens (thousands)", fontsize=9)
         label_y_in_percent(axes, "held-out success")

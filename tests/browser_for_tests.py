@@ -33,6 +33,18 @@ def chromium() -> Iterator[Browser]:
 
 
 @contextlib.contextmanager
+def only_tab(height: int = 1000) -> Iterator[Page]:
+    """Yield the tab of a browser of its own. Raise AssertionError if a page had an error."""
+    with chromium() as browser:
+        tab = browser.new_page(viewport={"width": 1280, "height": height})
+        tab.set_default_timeout(WAIT_MS)
+        errors: list[str] = []
+        tab.on("pageerror", lambda error: errors.append(f"{error}"))
+        yield tab
+        assert errors == []
+
+
+@contextlib.contextmanager
 def emptied(tab: Page, url: str) -> Iterator[list[str]]:
     """Yield the list of errors that the tab will have, then reset the tab. A new context takes more than a second."""
     errors: list[str] = []

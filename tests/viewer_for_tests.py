@@ -8,7 +8,7 @@ import json
 import random
 import threading
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -100,6 +100,18 @@ def write_run(root: Path, *, finished: bool = True) -> Path:
         log.set_status("finished", step=STEPS, steps=STEPS)
     log.close()
     return root
+
+
+def write_episodes(root: Path, episodes: Iterable[Trajectory], *metrics: dict[str, float | str]) -> None:
+    """Write a run of one environment with its episodes in step 1, and one line of metrics a step."""
+    episodes = list(episodes)
+    environments = [{"name": episodes[0].task.env}]
+    log = RunLog.create(root, {"name": root.name, "environments": environments, "agent": {"style": "act"}})
+    for trajectory in episodes:
+        log.write_trajectory(1, trajectory)
+    for step, row in enumerate(metrics, 1):
+        log.log(step, row)
+    log.close()
 
 
 def _sample(trajectory: Trajectory) -> Sample:

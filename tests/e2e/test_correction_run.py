@@ -28,6 +28,7 @@ async def test_the_second_attempt_beats_two_samples(tmp_path: Path, monkeypatch:
         {name: fmean(row[name] for row in part) for name in rows[0] if name.startswith("attempts/")}
         for part in (rows[:2], rows[-5:])
     )
+    assert first["attempts/success_2"] < first["attempts/sampled_twice"]
     assert first["attempts/success_2"] < last["attempts/success_2"] - 0.15
     assert last["attempts/success_2"] > last["attempts/sampled_twice"] + 0.05
     assert last["attempts/wrong_to_right"] > last["attempts/right_to_wrong"] + 0.2

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from browser_for_tests import chromium, go, still_box
+from browser_for_tests import go, only_tab, still_box
 from playwright.sync_api import Page, expect
 from scripted_engine_for_tests import ScriptedEngine
 from tokenizers_for_tests import byte_level_bpe
@@ -65,10 +65,8 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def page() -> Iterator[Page]:
-    with chromium() as browser:
-        page = browser.new_page()
-        yield page
-        page.close()
+    with only_tab() as tab:
+        yield tab
 
 
 def test_the_viewer_shows_cuts_summaries_and_segments(page: Page, address: str) -> None:

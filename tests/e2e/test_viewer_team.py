@@ -6,15 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from browser_for_tests import chromium, go
+from browser_for_tests import go, only_tab
 from playwright.sync_api import Page, expect
-from viewer_for_tests import library_of, run, viewer_in_thread
+from viewer_for_tests import library_of, run, viewer_in_thread, write_episodes
 
 from agentgym_rl.agent.policy import OraclePolicy, ScriptedPolicy
 from agentgym_rl.agent.team import Player, TeamCollector
 from agentgym_rl.environment.envs.nim import Nim
 from agentgym_rl.environment.pool import LocalPool
-from agentgym_rl.run.log import RunLog
 from agentgym_rl.types import LEARNER, Group, Limits, Task
 
 
@@ -36,22 +35,16 @@ async def play() -> list[Group]:
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     root: Path = tmp_path_factory.mktemp("runs")
-    log = RunLog.create(root / "team", {"name": "team", "environments": [{"name": "nim"}], "agent": {"style": "act"}})
-    for trajectory in (t for group in run(play()) for t in group.trajectories):
-        log.write_trajectory(1, trajectory)
-    for step, rating in ((1, 1000.0), (2, 1250.0)):
-        log.log(step, {"success/mean": 0.0, "elo/learner": rating})
-    log.close()
+    ratings = ({"success/mean": 0.0, "elo/learner": rating} for rating in (1000.0, 1250.0))
+    write_episodes(root / "team", (t for group in run(play()) for t in group.trajectories), *ratings)
     with viewer_in_thread(library_of(root, tmp_path_factory.mktemp("cache"))) as url:
         yield url
 
 
 @pytest.fixture
 def page() -> Iterator[Page]:
-    with chromium() as browser:
-        page = browser.new_page(viewport={"width": 1280, "height": 1000})
-        yield page
-        page.close()
+    with only_tab() as tab:
+        yield tab
 
 
 def test_a_group_says_which_role_it_is_and_who_played_it(page: Page, address: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from browser_for_tests import WAIT_MS, chromium, go
+from browser_for_tests import go, only_tab
 from playwright.sync_api import Page, expect
 from viewer_for_tests import library_of, run, viewer_in_thread, wait_for_index
 
@@ -75,13 +75,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def page() -> Iterator[Page]:
-    with chromium() as browser:
-        tab = browser.new_page(viewport={"width": 1280, "height": 1500})
-        tab.set_default_timeout(WAIT_MS)
-        problems: list[str] = []
-        tab.on("pageerror", lambda error: problems.append(f"{error}"))
+    with only_tab(1500) as tab:
         yield tab
-        assert not problems
 
 
 def screenshot(page: Page, name: str) -> None:

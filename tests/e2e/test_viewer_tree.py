@@ -6,15 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from browser_for_tests import chromium, go
+from browser_for_tests import go, only_tab
 from playwright.sync_api import Page, expect
-from viewer_for_tests import library_of, run, viewer_in_thread
+from viewer_for_tests import library_of, run, viewer_in_thread, write_episodes
 
 from agentgym_rl.agent.policy import RandomPolicy
 from agentgym_rl.agent.trees import Branching, TreeCollector
 from agentgym_rl.environment.envs.maze import Maze
 from agentgym_rl.environment.pool import LocalPool
-from agentgym_rl.run.log import RunLog
 from agentgym_rl.types import Group, Limits, Task
 
 
@@ -34,21 +33,15 @@ def group() -> Group:
 @pytest.fixture(scope="module")
 def address(group: Group, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     root: Path = tmp_path_factory.mktemp("runs")
-    log = RunLog.create(root / "tree", {"name": "tree", "environments": [{"name": "maze"}], "agent": {"style": "act"}})
-    for trajectory in group.trajectories:
-        log.write_trajectory(1, trajectory)
-    log.log(1, {"success/mean": 0.0})
-    log.close()
+    write_episodes(root / "tree", group.trajectories, {"success/mean": 0.0})
     with viewer_in_thread(library_of(root, tmp_path_factory.mktemp("cache"))) as url:
         yield url
 
 
 @pytest.fixture
 def page() -> Iterator[Page]:
-    with chromium() as browser:
-        page = browser.new_page(viewport={"width": 1280, "height": 1000})
-        yield page
-        page.close()
+    with only_tab() as tab:
+        yield tab
 
 
 def test_the_viewer_draws_a_tree_and_plays_its_paths(page: Page, address: str, group: Group) -> None:
