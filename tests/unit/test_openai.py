@@ -297,6 +297,18 @@ async def test_refusals_from_the_first_request_on_are_a_fatal_error(api: Api, cl
     await answered.close()
 
 
+async def test_a_refusal_after_other_failures_is_not_fatal(api: Api) -> None:
+    client = ChatClient(api.url, "tiny", api_key_variable=None, retries=0)
+    api.next = [Response("busy", 503), Response("busy", 503), Response("not this text", 403)]
+    for _ in range(3):
+        with pytest.raises(EngineError):
+            await client.complete(ASK, SAMPLING)
+    assert not client.fatal_error
+    assert (client.answers, client.failures) == (0, 3)
+    assert "refused: HTTP 403 'not this text'" in client.last_error
+    await client.close()
+
+
 async def test_a_refused_request_is_not_retried(api: Api, client: ChatClient) -> None:
     api.next = [Response("no such model", 404)]
     with pytest.raises(EngineError, match="refused: HTTP 404 'no such model'"):

@@ -165,6 +165,7 @@ class ChatClient:
         self.fatal_error = ""
         self._key_variable = api_key_variable
         self._was_reached = False
+        self._refusals = 0
         self.answers = self.failures = 0
         """Requests that were answered, and those that failed after all retries."""
         self.last_error = ""
@@ -207,7 +208,8 @@ class ChatClient:
         except EngineError as error:
             self.failures += 1
             self.last_error = str(error)
-            if isinstance(error, Refused) and not self.answers and self.failures >= MAX_INITIAL_REFUSALS:
+            self._refusals += isinstance(error, Refused)
+            if not self.answers and self._refusals >= MAX_INITIAL_REFUSALS:
                 self.fatal_error = str(error)
             raise
         self.answers += 1
