@@ -243,6 +243,7 @@ def decode_attention(
         partial_out = torch.empty((num_rows * num_heads * splits * head_dim,), dtype=torch.float32, device=query.device)
         partial_stats = torch.empty((num_rows * num_heads * splits * 2,), dtype=torch.float32, device=query.device)
     wide = keys.dtype.itemsize == 4
+    block_group = max(16, triton.next_power_of_2(group * width))
     decode_attention_kernel[(num_rows // width, num_kv, splits)](
         query,
         keys,
@@ -258,12 +259,12 @@ def decode_attention(
         scaling * LOG2_E,
         GROUP=group,
         HEAD_DIM=head_dim,
-        BLOCK_GROUP=max(16, triton.next_power_of_2(group * width)),
+        BLOCK_GROUP=block_group,
         BLOCK_LENGTH=32 if wide else 64,
         SPLITS=splits,
         WIDTH=width,
-        num_warps=4,
-        num_stages=2,
+        num_warps=8 if block_group >= 128 else 4,
+        num_stages=2 if wide or head_dim > 128 else 3,
         **CHAINED,
     )
     if splits > 1:
@@ -275,7 +276,8 @@ def decode_attention(
 
 def num_splits(num_programs: int, num_processors: int) -> int:
     """Return into how many parts each sequence is split, so that few sequences still use every processor."""
-    return next((splits for splits in (16, 4) if num_programs * splits <= 3 * num_processors), 1)
+    limits = {16: num_processors, 8: num_processors, 4: 8 * num_processors}
+    return next((splits for splits, limit in limits.items() if num_programs * splits <= limit), 1)
 
 
 def prefill_attention(
