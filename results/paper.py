@@ -116,7 +116,7 @@ def kinds_table(records: Sequence[Record], task: str) -> list[str]:
     for arm in arms:
         for record in groups[task, arm]:
             for kind, cell in record["results"][-1]["tasks"].items():
-                if cell["episodes"]:
+                if cell is not None and cell["episodes"]:  # None: a dataset that is not here
                     rates[kind][arm].append(cell["success"]["value"])
                     items[kind] = cell["items"]
     lines = [f"| in percent | items | {' | '.join(ROWS[arm] for arm in arms)} |", "|---|---|" + "---|" * len(arms)]

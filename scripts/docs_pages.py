@@ -473,6 +473,30 @@ def asynchronous(study: str) -> str:
     return table(["`rl.max_staleness`", *success, "mean age of a token, updates", "time, median"], rows)
 
 
+def asynchronous_times(study: str) -> str:
+    """Return the times of a study's runs by bound of staleness. The first step, which fills the queue, is left out."""
+    rows, first = [], None
+    for path in sorted((ROOT / "results" / study).glob("*staleness*.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        curves = record["curves"]
+        step_s, learn_s = (statistics.fmean(curves[name][1:]) for name in ("time/step_s", "time/learn_s"))
+        tokens = (curves["tokens/total"][-1] - curves["tokens/total"][0]) / (len(curves["tokens/total"]) - 1)
+        first = first or (step_s, step_s / tokens)
+        rows.append(
+            [
+                f"`{record['arm'].removeprefix('max_staleness ')}`",
+                f"{step_s:.2f} s",
+                f"{learn_s:.2f} s",
+                f"{tokens:,.0f}",
+                f"{first[0] / step_s:.2f}×",
+                f"{first[1] * tokens / step_s:.2f}×",
+                f"{100 * record['after']['success']:.1f}",
+            ]
+        )
+    speeds = ["steps/s", "sampled tokens/s"]
+    return table(["`rl.max_staleness`", "a step", "learning", "sampled tokens", *speeds, "success, %"], rows)
+
+
 def load() -> str:
     """Return throughput and latency of one environment server against its number of sessions."""
     rows = [
@@ -534,6 +558,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "driver": driver,
     "asynchronous": lambda: asynchronous("asynchronous"),
     "asynchronous-textcraft": lambda: asynchronous("asynchronous-textcraft"),
+    "qwen-asynchronous": lambda: asynchronous_times("qwen-asynchronous"),
     "load": load,
     "reading-lengths": reading_lengths,
     "search-whole": lambda: search("bm25"),

@@ -25,9 +25,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from agentgym_rl.agent.engines.native import NativeEngine, engine
 from agentgym_rl.agent.engines.native.cuda import captured_runner, forward_passes
+from agentgym_rl.agent.engines.native.cuda.attention_kernels import prefill_attention, queries_per_block
 from agentgym_rl.agent.engines.native.cuda.captured_runner import CapturedRunner
 from agentgym_rl.agent.engines.native.cuda.drafts import accept, draft, drafted_picks
+from agentgym_rl.agent.engines.native.cuda.packing import as_packed, pack
 from agentgym_rl.agent.engines.native.cuda.sample_kernels import Picks, RowState
+from agentgym_rl.agent.engines.native.runner import Row
 from agentgym_rl.training.device import head, head_kernels, layer_kernels
 from agentgym_rl.types import Completion, Sampling
 
@@ -322,6 +325,28 @@ async def logits() -> None:
             assert error(head_kernels.gradient(*given), head._gradient(*given)) < 1e-5
 
 
+async def split_prefill() -> None:
+    """Check prefill attention with 1, 4 and 8 parts of the keys: new and continued rows, at and beside the blocks."""
+    torch.manual_seed(0)
+    num_kv, num_heads, width = 2, 4, 16
+    keys, values = torch.randn(2, 5, num_kv, 400, width)
+    bounds = ((0, 0, 12), (1, 200, 206), (2, 63, 65), (3, 64, 66), (4, 130, 139))
+    rows = [Row(slot, list(range(end)), start) for slot, start, end in bounds]
+    (packed_pass,) = pack(rows, 1000, queries_per_block(num_heads // num_kv, keys.dtype))
+    tokens, blocks = (torch.tensor(array.tolist()) for array in (packed_pass.tokens, packed_pass.blocks))
+    packed = as_packed(tokens, blocks)
+    query = torch.randn(tokens.shape[1], num_heads * width)
+    right = torch.empty_like(query)
+    for i, (slot, position) in enumerate(zip(packed.slots.tolist(), packed.positions.tolist(), strict=True)):
+        for head_index in range(num_heads):
+            seen = slot, head_index // (num_heads // num_kv), slice(position + 1)
+            columns = slice(head_index * width, (head_index + 1) * width)
+            right[i, columns] = torch.softmax(keys[seen] @ query[i, columns] * 0.2, 0) @ values[seen]
+    for num_processors in (1, 4, 64):
+        actual = prefill_attention(query, keys, values, packed.blocks, 0.2, num_processors)
+        assert error(actual, right) < 1e-5
+
+
 def run(*checks: Callable[[], Any]) -> None:
     """Run the checks that the command line names, or all."""
     by_name = {check.__name__: check for check in checks}
@@ -342,6 +367,7 @@ if __name__ == "__main__":
         slept,
         bucketed,
         moved_weights,
+        split_prefill,
         drafts,
         guessed_replies,
         float16,

@@ -128,6 +128,8 @@ def prefill_attention_kernel(
     keys,
     values,
     out,
+    partial_out,
+    partial_stats,
     block_first,
     block_position,
     block_count,
@@ -141,9 +143,12 @@ def prefill_attention_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_LENGTH: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
+    """Attend with one block's queries over one part of the keys."""
     block = tl.program_id(0)
     kv_head = tl.program_id(1)
+    split = tl.program_id(2)
     count = tl.load(block_count + block).to(tl.int32)
     if count > 0:
         first = tl.load(block_first + block)
@@ -161,9 +166,12 @@ def prefill_attention_kernel(
         top = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_ROWS], tl.float32)
         mixed = tl.zeros([BLOCK_ROWS, HEAD_DIM], tl.float32)
+        part = tl.cdiv(tl.cdiv(start + count, SPLITS), BLOCK_LENGTH) * BLOCK_LENGTH
+        first_key = split * part
+        end = tl.minimum(first_key + part, start + count)
         # Keys that every query of the block sees need no mask.
         seen_by_all = (start + 1) // BLOCK_LENGTH * BLOCK_LENGTH
-        for low in range(0, seen_by_all, BLOCK_LENGTH):
+        for low in range(first_key, tl.minimum(seen_by_all, end), BLOCK_LENGTH):
             k = tl.load(keys + base + low * HEAD_DIM + tile)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
             new_top = tl.maximum(top, tl.max(scores, 1))
@@ -173,22 +181,32 @@ def prefill_attention_kernel(
             v = tl.load(values + base + low * HEAD_DIM + tile)
             mixed = mixed * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
             top = new_top
-        for low in range(seen_by_all, start + count, BLOCK_LENGTH):
-            inside = low + offs_n < start + count
+        for low in range(tl.maximum(seen_by_all, first_key), end, BLOCK_LENGTH):
+            inside = low + offs_n < end
             k = tl.load(keys + base + low * HEAD_DIM + tile, mask=inside[:, None], other=0.0)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-            seen = (low + offs_n)[None, :] <= (start + token)[:, None]
+            seen = inside[None, :] & ((low + offs_n)[None, :] <= (start + token)[:, None])
             scores = tl.where(seen, scores, float("-inf"))
             new_top = tl.maximum(top, tl.max(scores, 1))
-            # Position 0 is seen by all, so the first block of keys makes every maximum finite.
-            weights = tl.exp2(scores - new_top[:, None])
-            fade = tl.exp2(top - new_top)
+            base_top = new_top
+            if SPLITS > 1:  # a query may see none of these keys
+                base_top = tl.where(new_top == float("-inf"), 0.0, new_top)
+            # With one part, position 0 is seen by all, so the first block of keys makes every maximum finite.
+            weights = tl.exp2(scores - base_top[:, None])
+            fade = tl.exp2(top - base_top)
             total = total * fade + tl.sum(weights, 1)
             v = tl.load(values + base + low * HEAD_DIM + tile, mask=inside[:, None], other=0.0)
             mixed = mixed * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
             top = new_top
-        mixed = mixed / total[:, None]
-        tl.store(out + (first + token)[:, None] * out_stride + column, mixed.to(out.dtype.element_ty), mask=used)
+        if SPLITS == 1:
+            mixed = mixed / total[:, None]
+            tl.store(out + (first + token)[:, None] * out_stride + column, mixed.to(out.dtype.element_ty), mask=used)
+        else:
+            place = ((first + token) * (tl.num_programs(1) * GROUP) + head) * SPLITS + split
+            in_block = token < count
+            tl.store(partial_out + place[:, None] * HEAD_DIM + offs_d[None, :], mixed, mask=used)
+            tl.store(partial_stats + place * 2, top, mask=in_block)
+            tl.store(partial_stats + place * 2 + 1, total, mask=in_block)
 
 
 @triton.jit
@@ -237,11 +255,7 @@ def decode_attention(
     num_heads = size // head_dim
     group = num_heads // num_kv
     splits = num_splits(num_rows // width * num_kv, num_processors)
-    out = torch.empty_like(query)
-    partial_out = partial_stats = out
-    if splits > 1:
-        partial_out = torch.empty((num_rows * num_heads * splits * head_dim,), dtype=torch.float32, device=query.device)
-        partial_stats = torch.empty((num_rows * num_heads * splits * 2,), dtype=torch.float32, device=query.device)
+    out, partial_out, partial_stats = _outputs(query, num_heads, head_dim, splits)
     wide = keys.dtype.itemsize == 4
     block_group = max(16, triton.next_power_of_2(group * width))
     decode_attention_kernel[(num_rows // width, num_kv, splits)](
@@ -281,19 +295,32 @@ def num_splits(num_programs: int, num_processors: int) -> int:
 
 
 def prefill_attention(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, blocks: Blocks, scaling: float, out: torch.Tensor
-) -> None:
-    """Attend with packed queries [T, H * D] over keys and values [slots, K, L, D] into `out`, causally per sequence.
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    blocks: Blocks,
+    scaling: float,
+    num_processors: int,
+) -> torch.Tensor:
+    """Attend with packed queries [T, H * D] over keys and values [slots, K, L, D], causally per sequence.
 
     The new tokens' own keys and values are in the cache already.
     """
+    num_tokens, size = query.shape
     _, num_kv, _, head_dim = keys.shape
+    num_heads = size // head_dim
     wide = keys.dtype.itemsize == 4
-    prefill_attention_kernel[(len(blocks.count), num_kv)](
+    splits = num_prefill_splits(
+        num_tokens // queries_per_block(num_heads // num_kv, keys.dtype) * num_kv, num_processors
+    )
+    out, partial_out, partial_stats = _outputs(query, num_heads, head_dim, splits)
+    prefill_attention_kernel[(len(blocks.count), num_kv, splits)](
         query,
         keys,
         values,
         out,
+        partial_out,
+        partial_stats,
         blocks.first,
         blocks.position,
         blocks.count,
@@ -303,13 +330,36 @@ def prefill_attention(
         keys.stride(0),
         keys.stride(1),
         scaling * LOG2_E,
-        GROUP=out.shape[1] // head_dim // num_kv,
+        GROUP=num_heads // num_kv,
         HEAD_DIM=head_dim,
         BLOCK_ROWS=32 if wide else PREFILL_ROWS,
         BLOCK_LENGTH=32 if wide else 64,
+        SPLITS=splits,
         num_warps=4 if wide or head_dim < 128 else 8,
         num_stages=2,
     )
+    if splits > 1:
+        merge_splits_kernel[(num_tokens * num_heads,)](
+            partial_out, partial_stats, out, HEAD_DIM=head_dim, SPLITS=splits, CHAIN=False, num_warps=1
+        )
+    return out
+
+
+def num_prefill_splits(num_programs: int, num_processors: int) -> int:
+    """Return into how many parts a short pass splits its sequences: observations have few tokens and many keys."""
+    return next((splits for splits in (8, 4, 2) if num_programs * splits <= 2 * num_processors), 1)
+
+
+def _outputs(
+    query: torch.Tensor, num_heads: int, head_dim: int, splits: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return empty tensors for the result, and for the sums and the statistics of its parts."""
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    if splits == 1:
+        return out, out, out
+    parts = len(query) * num_heads * splits
+    partial_out = torch.empty((parts * head_dim,), dtype=torch.float32, device=query.device)
+    return out, partial_out, torch.empty((parts * 2,), dtype=torch.float32, device=query.device)
 
 
 def queries_per_block(group: int, dtype: torch.dtype) -> int:

@@ -103,8 +103,7 @@ class CapturedModel:
             query = self._query(index, layer, hidden, packed.slots, packed.positions, None)
             if index == len(self._layers) - 1:
                 return
-            mixed = torch.empty_like(query)
-            prefill_attention(query, keys, values, packed.blocks, self._scaling, mixed)
+            mixed = prefill_attention(query, keys, values, packed.blocks, self._scaling, self._num_processors)
             self._finish_layer(layer, hidden, mixed)
 
     def _narrow_layers(self, state: RowState, width: int) -> torch.Tensor:
