@@ -59,6 +59,11 @@ def test_eval_plays_one_role_against_an_opponent(tmp_path: Path) -> None:
         invoke("eval", "--agent", "oracle", "--env", "keydoor", "--role", "first")
 
 
+def test_eval_refuses_an_opponent_that_does_not_exist(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="^--opponent 'me' is neither oracle, random"):
+        invoke("eval", "--agent", "oracle", "--env", "nim", "--out", str(tmp_path / "eval"), "--opponent", "me")
+
+
 @pytest.mark.parametrize("env", [Nim, KeyDoorDuo])
 async def test_the_viewer_replays_the_episode_of_each_role(env: type[Nim] | type[KeyDoorDuo]) -> None:
     pool, replays = LocalPool({env.name: env}), Replays(ViewerEnvironments())

@@ -55,7 +55,7 @@ class Opponent:
         for role in team.roles:
             if role == team.role:
                 continue
-            candidate = find_agent(AgentOptions(spec=team.opponent, role=role))
+            candidate = find_agent(AgentOptions(spec=team.opponent, role=role), "--opponent")
             if candidate.weights not in self._agents:
                 self._agents[candidate.weights] = load_agent(candidate, concurrency, max_context)
             self._by_role[role] = self._agents[candidate.weights]

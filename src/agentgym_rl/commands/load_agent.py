@@ -74,15 +74,18 @@ class Candidate:
     step: int = 0
 
 
-def find_agent(options: AgentOptions) -> Candidate:
-    """Return the agent that a spec names. Raise ConfigError before anything is loaded if there is none."""
+def find_agent(options: AgentOptions, option: str = "--agent") -> Candidate:
+    """Return the agent that a spec names. Raise ConfigError before anything is loaded if there is none.
+
+    `option` is the command's option for the spec, for messages.
+    """
     spec = options.spec
     if spec in ("oracle", "random"):
         return _candidate(options, spec, spec, {"kind": spec}, AgentConfig())
     if spec.startswith(OPENAI):
         model = spec.removeprefix(OPENAI)
         if not model:
-            raise ConfigError("--agent openai: needs a model name, such as openai:gpt-4o-mini")
+            raise ConfigError(f"{option} openai: needs a model name, such as openai:gpt-4o-mini")
         return _candidate(options, "openai", model, {"kind": "openai", "model": model}, AgentConfig())
     run = run_of(spec)
     if run is not None:
@@ -91,11 +94,12 @@ def find_agent(options: AgentOptions) -> Candidate:
     is_folder = (folder / "config.json").is_file()
     if not is_folder and (folder / "adapter_config.json").is_file():
         raise ConfigError(
-            f"--agent {spec!r} holds adapters without their base model: name the run that trained them, RUN or RUN@STEP"
+            f"{option} {spec!r} holds adapters without their base model: name the run that trained them, RUN or "
+            "RUN@STEP"
         )
     if not is_folder and (spec.startswith((".", "~", "/")) or spec.count("/") != 1 or folder.exists()):
         raise ConfigError(
-            f"--agent {spec!r} is neither oracle, random, openai:MODEL, a run (config.toml), a model folder "
+            f"{option} {spec!r} is neither oracle, random, openai:MODEL, a run (config.toml), a model folder "
             f"(config.json) nor a hub name (owner/model){_similar_run(folder)}"
         )
     _model_config(options, spec, options.chat_template)
@@ -103,7 +107,7 @@ def find_agent(options: AgentOptions) -> Candidate:
         find_model(spec)
     except ConfigError as error:
         raise ConfigError(
-            f"--agent {spec!r} is neither a run (config.toml) nor a model that can be found: {error}"
+            f"{option} {spec!r} is neither a run (config.toml) nor a model that can be found: {error}"
             f"{_similar_run(folder)}"
         ) from error
     identity = {"kind": "model", "path": spec} | ({"weights": fingerprint(folder)} if is_folder else {})

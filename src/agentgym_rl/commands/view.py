@@ -190,10 +190,7 @@ def load_policy(name: str) -> ModelPlayer:
     from agentgym_rl.run.collectors import context_of
     from agentgym_rl.types import Sampling
 
-    try:
-        candidate = find_agent(AgentOptions(name))
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("--agent", "--policy")) from error
+    candidate = find_agent(AgentOptions(name), "--policy")
     if candidate.model is None:
         raise ConfigError(f"--policy needs a model's folder, a hub name, RUN or RUN@STEP, got {name!r}")
     playing = candidate.playing

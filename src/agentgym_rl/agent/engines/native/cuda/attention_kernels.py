@@ -23,6 +23,19 @@ PREFILL_ROWS = 128
 
 
 @triton.jit
+def softmax_step(scores, top, MAY_SEE_NONE: tl.constexpr):
+    """Return each query's maximum so far, the weights of these scores, and the factor of its earlier sums.
+
+    MAY_SEE_NONE: some queries may see no key up to here.
+    """
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    base_top = new_top
+    if MAY_SEE_NONE:
+        base_top = tl.where(new_top == float("-inf"), 0.0, new_top)
+    return new_top, tl.exp2(scores - base_top[:, None]), tl.exp2(top - base_top)
+
+
+@triton.jit
 def decode_attention_kernel(
     query,
     keys,
@@ -82,16 +95,10 @@ def decode_attention_kernel(
         else:
             seen = inside[None, :] & ((start + offs_n)[None, :] < lengths[:, None])
             scores = tl.where(seen, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        base_top = new_top
-        if WIDTH > 1:  # a query may see none of these keys
-            base_top = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(scores - base_top[:, None])
-        fade = tl.exp2(top - base_top)
+        top, weights, fade = softmax_step(scores, top, WIDTH > 1)
         total = total * fade + tl.sum(weights, 1)
         v = tl.load(values + base + start * HEAD_DIM + tile, mask=inside[:, None], other=0.0)
         mixed = mixed * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        top = new_top
     if SPLITS == 1:
         mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
         target = out + heads[:, None] * HEAD_DIM + offs_d[None, :]
@@ -174,30 +181,21 @@ def prefill_attention_kernel(
         for low in range(first_key, tl.minimum(seen_by_all, end), BLOCK_LENGTH):
             k = tl.load(keys + base + low * HEAD_DIM + tile)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-            new_top = tl.maximum(top, tl.max(scores, 1))
-            weights = tl.exp2(scores - new_top[:, None])
-            fade = tl.exp2(top - new_top)
+            top, weights, fade = softmax_step(scores, top, False)
             total = total * fade + tl.sum(weights, 1)
             v = tl.load(values + base + low * HEAD_DIM + tile)
             mixed = mixed * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-            top = new_top
         for low in range(tl.maximum(seen_by_all, first_key), end, BLOCK_LENGTH):
             inside = low + offs_n < end
             k = tl.load(keys + base + low * HEAD_DIM + tile, mask=inside[:, None], other=0.0)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
             seen = inside[None, :] & ((low + offs_n)[None, :] <= (start + token)[:, None])
             scores = tl.where(seen, scores, float("-inf"))
-            new_top = tl.maximum(top, tl.max(scores, 1))
-            base_top = new_top
-            if SPLITS > 1:  # a query may see none of these keys
-                base_top = tl.where(new_top == float("-inf"), 0.0, new_top)
             # With one part, position 0 is seen by all, so the first block of keys makes every maximum finite.
-            weights = tl.exp2(scores - base_top[:, None])
-            fade = tl.exp2(top - base_top)
+            top, weights, fade = softmax_step(scores, top, SPLITS > 1)
             total = total * fade + tl.sum(weights, 1)
             v = tl.load(values + base + low * HEAD_DIM + tile, mask=inside[:, None], other=0.0)
             mixed = mixed * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-            top = new_top
         if SPLITS == 1:
             mixed = mixed / total[:, None]
             tl.store(out + (first + token)[:, None] * out_stride + column, mixed.to(out.dtype.element_ty), mask=used)
