@@ -241,22 +241,17 @@ def horizons_of_smollm2(seeds: list[int] | None) -> list[Job]:
     return jobs
 
 
-DISTILL_TOKENS = 6_000_000
-"""Tokens that each student of distillation samples, whatever its horizon."""
-DISTILL_HORIZONS = {
-    "staged": (*QWEN_HORIZONS["staged"], "horizon.steps_per_stage=40"),
+TEACHER = ("model.lora.rank=32", "rl.optimizer.lr=1e-4", "rl.steps=50", "eval.every=50")
+"""Settings of a teacher, which only trains under the shortest horizon, where most is learned."""
+STUDENT = (
+    *("rl.token_budget=1_500_000", "rl.steps=1000", "rl.groups_per_step=32", "rl.group_size=2"),
+    *("rl.optimizer.lr=1e-5", "rl.kl_coef=0.0", "eval.every=1000", "eval.episodes=32"),
+)
+"""Settings of a student. A teacher scores every token, so half as many episodes as in RL make a step."""
+STUDENT_HORIZONS = {
+    "staged": (*QWEN_HORIZONS["staged"], "horizon.steps_per_stage=12"),
     "fixed-long": QWEN_HORIZONS["fixed-long"],
 }
-FIRST_TEACHER = (
-    *("model.lora.rank=32", "rl.optimizer.lr=1e-4", "horizon.kind=fixed", "horizon.turns=[10]"),
-    *("rl.steps=50", "eval.every=50"),
-)
-"""Settings of the teacher of a first result: only the shortest stage of the horizon, in which most is learned."""
-FIRST_STUDENT = (
-    *("rl.token_budget=1_500_000", "rl.steps=1000", "rl.groups_per_step=32", "rl.group_size=2"),
-    *("rl.optimizer.lr=1e-5", "eval.every=1000", "eval.episodes=32"),
-)
-"""Settings of the students of a first result. A teacher scores every token, so half as many episodes make a step."""
 LOCAL_JUDGE = (
     f"judge={{path='{{{PRETRAINED}}}', dtype='bfloat16', concurrency=64, max_chars=8000, max_new_tokens=128, "
     "max_calls=20_000}"
@@ -268,37 +263,23 @@ JUDGED_ONLY_TO_LOOK = (
 """Rewards of the arm that the judge scores but does not pay."""
 
 
-def distillation(task: str, seeds: list[int], *, first: bool = False) -> list[Job]:
-    """Return a 1.5B teacher trained as adapters and 0.5B students of it, fixed against staged horizons.
-
-    With `first`, the teacher and the students are trained for a short time, which is enough for a first comparison.
-    """
-    prefix = "first-" if first else ""
-    settings = FIRST_TEACHER if first else ("model.lora.rank=32", "rl.optimizer.lr=3e-5")
-    plain = qwen_run(task, "staged", 0)
-    teacher = replace(plain, name=f"{prefix}qwen-lora-{task}-0", arm="teacher", arguments=(*plain.arguments, *settings))
+def distillation(task: str, seeds: list[int]) -> list[Job]:
+    """Return a 1.5B teacher trained as adapters and 0.5B students of it, fixed against staged horizons."""
+    plain = qwen_run(task, "fixed-short", 0)
+    teacher = replace(plain, name=f"qwen-lora-{task}-0", arm="teacher", arguments=(*plain.arguments, *TEACHER))
     student = QWEN_SIZES["0.5B"]
     jobs = [
         teacher,
         on_suite(f"eval-{teacher.name}", f"{{{teacher.name}}}", teacher.arm, task, 0),
         base_on_suite(f"eval-qwen-base-{task}-0.5B", student, "base 0.5B", task),
     ]
-    taught = (f"model.path={{{student}}}", "method=distill", f"rl.distill.teacher={{{teacher.name}}}", "rl.kl_coef=0.0")
-    length: tuple[str, ...] = (f"rl.token_budget={DISTILL_TOKENS}", "rl.steps=1000", "eval.every=20")
+    taught = (f"model.path={{{student}}}", "method=distill", f"rl.distill.teacher={{{teacher.name}}}")
     for seed in seeds:
-        for arm, horizon in DISTILL_HORIZONS.items():
-            name = f"{prefix}distill-{arm}-{task}-{seed}"
-            run = Job(name=name, arm=arm, task=task, seed=seed, recipe=f"qwen/{task}.toml")
-            stages = ("horizon.steps_per_stage=12",) if first and arm == "staged" else ()
-            settings = (*fill(horizon, QWEN[task]), *(FIRST_STUDENT if first else length), *stages)
-            run = replace(run, arguments=(*taught, *settings))
+        for arm, horizon in STUDENT_HORIZONS.items():
+            run = Job(name=f"distill-{arm}-{task}-{seed}", arm=arm, task=task, seed=seed, recipe=f"qwen/{task}.toml")
+            run = replace(run, arguments=(*taught, *fill(horizon, QWEN[task]), *STUDENT))
             jobs += [run, on_suite(f"eval-{run.name}", f"{{{run.name}}}", arm, task, seed)]
     return jobs
-
-
-def teachers_first(seeds: list[int] | None) -> list[Job]:
-    """Return distillation on TextCraft with a short-trained teacher and short-trained students."""
-    return distillation("textcraft", seeds if seeds is not None else list(range(3)), first=True)
 
 
 def teachers(seeds: list[int] | None) -> list[Job]:
@@ -313,7 +294,8 @@ def teachers(seeds: list[int] | None) -> list[Job]:
             model = f"model.path={{{QWEN_SIZES['135M']}}}"
             jobs.append(replace(run, arguments=(model, f"dagger.correct_thoughts={corrected}")))
             jobs.append(evaluated(f"eval-{name}", name, arm, "textcraft", seed, held_out))
-        judge = (f"model.path={{{QWEN_SIZES['0.5B']}}}", LOCAL_JUDGE)
+        length = ("rl.steps=40", "rl.optimizer.lr=3e-6", "eval.every=20")
+        judge = (f"model.path={{{QWEN_SIZES['0.5B']}}}", LOCAL_JUDGE, *length)
         for arm, rewards in {"judged": (), "exact match": (JUDGED_ONLY_TO_LOOK,)}.items():
             name = f"searchqa-{arm.replace(' ', '-')}-{seed}"
             run = Job(name=name, arm=arm, task="searchqa", seed=seed, recipe="searchqa/judged.toml")
@@ -567,7 +549,6 @@ STUDIES: dict[str, Callable[[list[int] | None], list[Job]]] = {
     "qwen-generalisation": qwen_generalisation,
     "qwen-interaction": qwen_interaction,
     "teachers": teachers,
-    "teachers-first": teachers_first,
     "collapse": collapse,
     "long-context": long_context,
     "asynchronous": asynchronous,

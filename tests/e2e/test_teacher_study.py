@@ -59,7 +59,7 @@ def test_a_student_learns_from_adapters_of_a_larger_model(tiny_qwen: Path, tmp_p
         assert "kl/teacher" in read_metrics(student / "metrics.jsonl")[0]
 
 
-def test_a_first_result_goes_from_the_teacher_to_records_without_paths(tiny_qwen: Path, tmp_path: Path) -> None:
+def test_distillation_goes_from_the_teacher_to_records_without_paths(tiny_qwen: Path, tmp_path: Path) -> None:
     """The runner starts the jobs as they are, with small settings behind theirs."""
     small = {
         "train": (*TINY_QWEN["all"], *TINY_QWEN["rl"], "rl.token_budget=0", "model.chat_template=chatml"),
@@ -69,16 +69,16 @@ def test_a_first_result_goes_from_the_teacher_to_records_without_paths(tiny_qwen
         replace(
             job, arguments=(*job.arguments, *small[job.kind], *(("--chat-template", "chatml") * ("base" in job.name)))
         )
-        for job in studies.teachers_first([0])
+        for job in studies.distillation("textcraft", [0])
     ]
     models = study.pretrained_models([str(tiny_qwen), f"0.5B={tiny_qwen}"])
-    first = study.Study("first", jobs, tmp_path / "work", tmp_path / "results", "cpu", models)
-    assert study.run([first], jobs=2, limit_s=800.0) == 0
-    written = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "results" / "first").glob("*.json")}
+    teachers = study.Study("teachers", jobs, tmp_path / "work", tmp_path / "results", "cpu", models)
+    assert study.run([teachers], jobs=2, limit_s=800.0) == 0
+    written = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "results" / "teachers").glob("*.json")}
     assert written.keys() == {job.name for job in jobs}
     for arm in ("staged", "fixed-long"):
-        student = written[f"first-distill-{arm}-textcraft-0"]
-        assert student["config"]["rl"]["distill"]["teacher"] == "{first-qwen-lora-textcraft-0}"
+        student = written[f"distill-{arm}-textcraft-0"]
+        assert student["config"]["rl"]["distill"]["teacher"] == "{qwen-lora-textcraft-0}"
         assert all(value > 0 for value in student["curves"]["kl/teacher"])
     assert str(tmp_path) not in json.dumps(written)
     assert str(tiny_qwen) not in json.dumps(written)

@@ -60,7 +60,7 @@ def test_eval_plays_one_role_against_an_opponent(tmp_path: Path) -> None:
 
 
 def test_eval_refuses_an_opponent_that_does_not_exist(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="^--opponent 'me' is neither oracle, random"):
+    with pytest.raises(ConfigError, match=r"^--opponent 'me' is neither oracle, random"):
         invoke("eval", "--agent", "oracle", "--env", "nim", "--out", str(tmp_path / "eval"), "--opponent", "me")
 
 
