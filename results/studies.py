@@ -517,7 +517,7 @@ def debate(seeds: list[int] | None) -> list[Job]:
 
 def qwen_debate(seeds: list[int] | None) -> list[Job]:
     """Return a judge that hears two debaters and one that hears none, trained alike. It needs one GPU."""
-    path = f"model.path={{{PRETRAINED}}}"
+    length = (f"model.path={{{PRETRAINED}}}", "rl.steps=60", "eval.every=15")
     return [
         Job(
             name=f"qwen-debate-{arm}-{seed}",
@@ -525,7 +525,7 @@ def qwen_debate(seeds: list[int] | None) -> list[Job]:
             task="debate",
             seed=seed,
             recipe="qwen/debate.toml",
-            arguments=(path, f"environments.0.kwargs.rounds={rounds}"),
+            arguments=(*length, f"environments.0.kwargs.rounds={rounds}"),
         )
         for seed in (seeds if seeds is not None else range(3))
         for arm, rounds in {"debate": 1, "alone": 0}.items()
