@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,8 @@ from agentgym_rl.scale.memory import (
     table,
 )
 from agentgym_rl.training.locate_model import find_model, find_reward_model, folder_of
-from agentgym_rl.training.reward_settings import SCORED_TOKENS
-from agentgym_rl.training.settings import OptimizerSettings
+from agentgym_rl.training.reward_settings import SCORED_TOKENS, JudgeSettings, RewardSettings
+from agentgym_rl.training.settings import DistillSettings, OptimizerSettings
 
 GPUS_PER_NODE = 8
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -50,7 +52,8 @@ def demand_of(config: Config, *, gpu: bool = True) -> Demand:
     optimizer = rl.optimizer if config.online else (config.sft or config.dpo or config.reward_model or rl).optimizer
     lora = config.model.lora
     longest = config.longest_context()
-    teacher, teacher_has_adapters = _teacher(config)
+    teacher, teacher_has_adapters = _teacher(rl.distill if config.online else None)
+    place = partial(_place, own=config.model.device, any_is_own=scale is not None, gpu=gpu)
     return Demand(
         shape=shape,
         dtype_bytes=BYTES[config.model.dtype],
@@ -62,7 +65,7 @@ def demand_of(config: Config, *, gpu: bool = True) -> Demand:
         critic=config.online and rl.algorithm == "ppo",
         teacher=teacher,
         teacher_has_adapters=teacher_has_adapters,
-        driver=_driver_models(config, gpu=gpu),
+        driver=_driver_models(config.judge, config.rewards, place),
         overlap=config.online and (rl.overlap > 0 or config.engine.kind == "vllm"),
         trained=None if lora is None else _adapter_parameters(shape, lora.rank),
         **_memory_settings(optimizer),
@@ -90,9 +93,8 @@ def _memory_settings(optimizer: OptimizerSettings) -> dict[str, Any]:
     return {name: getattr(optimizer, name) for name in names}
 
 
-def _teacher(config: Config) -> tuple[Shape | None, bool]:
+def _teacher(distill: DistillSettings | None) -> tuple[Shape | None, bool]:
     """Return the shape of a teacher in the learner's process, and whether it has adapters. One at a url has none."""
-    distill = config.rl.distill if config.online else None
     if distill is None or distill.url is not None:
         return None, False
     return _frozen_shape(folder_of(distill.teacher, "rl.distill.teacher"), distill.teacher, "rl.distill.teacher")
@@ -105,34 +107,41 @@ def _frozen_shape(folder: Path, path: str, setting: str) -> tuple[Shape, bool]:
     return shape_of_folder(name, setting), base is not None
 
 
-def _driver_models(config: Config, *, gpu: bool) -> dict[str, dict[str, int]]:
-    """Return the bytes of the judge and of reward models in the driver's process, by place (see Demand)."""
+def _driver_models(
+    judge: JudgeSettings | None, rewards: Sequence[RewardSettings], place_of: Callable[[str], str]
+) -> dict[str, dict[str, int]]:
+    """Return the bytes of the judge and of reward models in the driver's process, by place (see Demand).
+
+    `place_of` returns the place of a device that the recipe names.
+    """
     places: dict[str, dict[str, int]] = {}
-    judge = config.judge
     if judge is not None and judge.path is not None:
         shape = shape_of_folder(judge.path, "judge.path")
         context = min(judge.max_context, shape.positions or judge.max_context)
         size = BYTES[judge.dtype]
         parts = engine_memory(Demand(shape, size, overlap=True, sessions=judge.concurrency, context=context)).parts
-        place = places.setdefault(_place(judge.device, config, gpu=gpu), {})
+        place = places.setdefault(place_of(judge.device), {})
         place |= {f"judge {name}": part for name, part in parts.items() if part}
-    for reward in config.rewards:
+    for reward in rewards:
         if reward.kind == "reward_model":
             folder = find_reward_model(reward.path)
             shape, _ = _frozen_shape(folder, reward.path, "rewards.path")
             size = BYTES[stored_dtype(folder)]
-            place = places.setdefault(_place(reward.device, config, gpu=gpu), {})
+            place = places.setdefault(place_of(reward.device), {})
             place[f"{reward.source} weights"] = size * shape.count
             place[f"{reward.source} activations"] = scoring_bytes(shape, SCORED_TOKENS, size)
     return places
 
 
-def _place(device: str, config: Config, *, gpu: bool) -> str:
-    """Return where a model of the driver is: on a `device` of the run, on its `host`, or on another GPU."""
+def _place(device: str, *, own: str, any_is_own: bool, gpu: bool) -> str:
+    """Return where a model of the driver is: on a `device` of the run, on its `host`, or on another GPU.
+
+    `own` is the device of the run. With `any_is_own` the run may use every GPU.
+    """
     if device == "cpu" or (device == "auto" and not gpu and _cuda_bytes() is None):
         return "host" if gpu else "device"
-    name, own = (one if ":" in one else "cuda:0" for one in (device, config.model.device))
-    return "device" if gpu and (config.scale is not None or name == own) else name
+    name, own_name = (gpu_name if ":" in gpu_name else "cuda:0" for gpu_name in (device, own))
+    return "device" if gpu and (any_is_own or name == own_name) else name
 
 
 def shape_of(model: ModelConfig) -> Shape:
