@@ -6,6 +6,7 @@ import contextlib
 import re
 from collections.abc import Iterator
 from typing import Any
+from zlib import crc32
 
 from chat_for_tests import ChatServer, chat_server
 
@@ -20,6 +21,8 @@ class JudgeServer(ChatServer):
         self.wanted = wanted
         self.unreadable = 0
         """Answers without a score that are still to be given."""
+        self.silent_share = 0.0
+        """Share of questions that never get a score. Which ones depends on their text alone."""
         self.asked: list[dict[str, Any]] = []
 
     def _reply(self, body: dict[str, Any], fault: str) -> dict[str, Any]:
@@ -30,6 +33,8 @@ class JudgeServer(ChatServer):
         if self.unreadable:
             self.unreadable -= 1
             text = "I cannot say."
+        elif crc32(question.encode()) < self.silent_share * 2**32:
+            text = "I shall never say."
         elif "`Ranking:" in system:
             order = sorted(range(len(means)), key=lambda i: -means[i])
             text = f"Ranking: {', '.join(str(i + 1) for i in order)}"

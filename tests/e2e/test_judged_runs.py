@@ -147,10 +147,13 @@ async def test_rescore_judges_stored_episodes_again_and_shows_how_ranks_change(
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_a_killed_and_resumed_judged_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("silent_share", [0.0, 0.2])
+def test_a_killed_and_resumed_judged_run_equals_an_uninterrupted_one(silent_share: float, tmp_path: Path) -> None:
+    """Failures are asked for again, so they are repeated by a judge that always fails at the same episodes."""
     with judge_server("turn left") as server:
+        server.silent_share = silent_share
         rewards = 'rewards=[{kind="rubric", rubric="Turn left.", weight=0.5, per_turn=true}]'
-        options = [rewards, f'judge={{url="{server.url}", model="judge"}}', "rl.steps=4"]
+        options = [rewards, f'judge={{url="{server.url}", model="judge", retries=1}}', "rl.steps=4"]
         whole, killed = tmp_path / "whole", tmp_path / "killed"
         finish(whole, *options)
         calls = server.num_requests
@@ -160,5 +163,10 @@ def test_a_killed_and_resumed_judged_run_equals_an_uninterrupted_one(tmp_path: P
     assert comparable_metrics(killed) == comparable_metrics(whole)
     assert comparable_trajectories(killed) == comparable_trajectories(whole)
     assert all((final_weights(killed)[name] == tensor).all() for name, tensor in final_weights(whole).items())
+    failed = [row["judged/failed"] for row in comparable_metrics(killed)]
+    if silent_share:
+        assert any(failed[2:]), "the steps that are played again have failures"
+        return
+    assert not any(failed)
     answers = [json.loads(line)["key"] for line in (killed / "judge.jsonl").read_text().splitlines()]
     assert len(answers) == len(set(answers)) == calls

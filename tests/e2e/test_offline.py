@@ -24,6 +24,7 @@ from runs_for_tests import (
     quiet,
     trainer_state,
 )
+from tokenizers_for_tests import thinking_tokenizer
 
 from agentgym_rl.commands.train import train
 from agentgym_rl.config import Config, load_config
@@ -33,6 +34,8 @@ from agentgym_rl.run.log import read_trajectories
 from agentgym_rl.run.rounds import read_round
 from agentgym_rl.run.stopping import Stopped
 from agentgym_rl.training.checkpoint import list_checkpoints
+from agentgym_rl.training.scratch import build_model
+from agentgym_rl.training.settings import ScratchSettings
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "keydoor"
 SMALL = {
@@ -223,6 +226,42 @@ async def test_rounds_of_dagger_add_up_and_hand_play_over_to_the_agent(
     assert len(new) - len(old) == second.metrics["round/labelled"] > 0
     assert [row["labelled"] for row in summary["rounds"]] == [len(old), len(new)]
     assert loaded == [run / "base"] * 2
+
+
+class Pondering(Counting):
+    """Counting with an oracle that thinks."""
+
+    num_alive = 0
+
+    def oracle(self) -> str:
+        return f"<think>I am at {self.count}.</think>\n{super().oracle()}"
+
+
+@pytest.mark.parametrize("train_thoughts", [True, False])
+async def test_rounds_of_dagger_train_thoughts_only_if_asked(train_thoughts: bool, tmp_path: Path) -> None:
+    tokenizer = thinking_tokenizer("qwen3")
+    sizes = ScratchSettings(hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2)
+    for part in (tokenizer, build_model(sizes, tokenizer, 0)):
+        part.save_pretrained(tmp_path / "model")
+    raw = counting_config().model_dump(exclude_unset=True, exclude={"horizon", "rl", "warm_start"}) | {
+        "method": "dagger",
+        "model": {"path": str(tmp_path / "model")},
+        "data": {"play": "oracle", "episodes": 4, "max_turns": 8},
+        "dagger": {"rounds": 1, "tasks": 4, "max_turns": 3, "oracle_share": 0.5},
+        "sft": {"epochs": 1, "batch_size": 8},
+    }
+    raw["agent"] |= {"train_thoughts": train_thoughts, "max_context": 1000}
+    pool = LocalPool({"counting": Pondering})
+    await train(Config.model_validate(raw), tmp_path / "run", console=quiet(), pool=pool)
+    await pool.close()
+    samples = read_round(tmp_path / "run", 2).samples
+    assert samples["expert"]
+    assert samples["labelled"]
+    for sample in (*samples["expert"], *samples["labelled"]):
+        trained = [token for token, on in zip(sample.token_ids, sample.loss_mask, strict=True) if on]
+        assert "up" in tokenizer.decode(trained)
+        assert "think" in tokenizer.decode(sample.token_ids)
+        assert ("think" in tokenizer.decode(trained)) == train_thoughts
 
 
 @pytest.mark.long

@@ -345,17 +345,50 @@ def last_model(folder: Path) -> Path:
     return list_checkpoints(folder / "checkpoints")[-1] / "model"
 
 
-@pytest.mark.long
-def test_distillation_on_a_cluster_matches_one_process(alone: Path, cluster: Any, tmp_path: Path) -> None:
-    """The teacher is the trained model, the student the one that it started from."""
+def distillation(teacher: Path) -> tuple[str, tuple[str, ...]]:
+    """Return a recipe and options. The teacher is a trained model, the student the one that it started from."""
     start = (
         SMALL[: SMALL.index("[model.scratch]")] + SMALL[SMALL.index("[[environments]]") : SMALL.index("[warm_start]")]
     )
-    text = start + SMALL[SMALL.index("[horizon]") :]
-    taught = (
-        *("method=distill", f"model.path={alone / 'reference'}", f"rl.distill.teacher={alone}", "rl.steps=2"),
-        "rl.distill.reward_weight=0.5",
-    )
+    options = ("method=distill", f"model.path={teacher / 'reference'}", f"rl.distill.teacher={teacher}")
+    return start + SMALL[SMALL.index("[horizon]") :], (*options, "rl.distill.reward_weight=0.5")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["distill", "dagger"])
+def test_a_killed_and_resumed_run_over_ranks_equals_an_uninterrupted_one(
+    method: str, alone: Path, cluster: Any, tmp_path: Path
+) -> None:
+    """DAgger learns from ids alone. Log-probabilities of one episode at a time do not depend on timing."""
+    if method == "distill":
+        text, options = distillation(alone)
+        options = (*options, "rl.steps=5", "scale.engines=1", "agent.concurrency=1")
+    else:
+        text = (KEYDOOR / "tiny-dagger.toml").read_text()
+        gentle = ("threads=1", "warm_start.sft.optimizer={lr=0.003}")
+        options = (*gentle, "dagger.rounds=2", "dagger.tasks=8", "sft.batch_size=16")
+    options = (*SCALE, f"scale.address={cluster.address}", *options, "checkpoint.every=2")
+    whole = ForkedCommand(tmp_path / "whole" / "run", *options, text=text)
+    assert whole.wait() == 0, whole.output.read_text()
+    killed = Command(tmp_path / "killed" / "run", *options, text=text)
+    try:
+        killed.until_step(3)
+    finally:
+        killed.end()
+    assert leaked() == 0
+    assert len(steps_of(killed.folder)) < len(steps_of(whole.folder))
+    resumed = ForkedCommand(killed.folder, *options, "--resume", text=text)
+    assert resumed.wait() == 0, resumed.output.read_text()
+    assert tokens(killed.folder) == tokens(whole.folder)
+    weights, expected = final_weights(killed.folder), final_weights(whole.folder)
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.long
+def test_distillation_on_a_cluster_matches_one_process(alone: Path, cluster: Any, tmp_path: Path) -> None:
+    text, taught = distillation(alone)
+    taught = (*taught, "rl.steps=2")
     whole = ForkedCommand(tmp_path / "alone" / "run", *taught, text=text)
     assert whole.wait() == 0, whole.output.read_text()
     run = ForkedCommand(tmp_path / "cluster" / "run", *SCALE, f"scale.address={cluster.address}", *taught, text=text)

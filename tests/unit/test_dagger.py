@@ -7,18 +7,19 @@ from functools import partial
 import pytest
 from scripted_engine_for_tests import ScriptedEngine
 from test_rollout import Corridor
-from tokenizers_for_tests import byte_level_bpe
+from tokenizers_for_tests import byte_level_bpe, thinking_tokenizer
 
 from agentgym_rl.agent.advised import AdvisedPolicy
 from agentgym_rl.agent.policy import EnginePolicy
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.rollout import rollout
+from agentgym_rl.common.thoughts import without_thought
 from agentgym_rl.environment.formats import parse_react
 from agentgym_rl.run.mistakes import CORRECTION, corrected
 from agentgym_rl.run.rounds import correct_thought
 from agentgym_rl.training.dagger import agreement, labelled
 from agentgym_rl.training.offline_settings import DaggerSettings
-from agentgym_rl.types import Limits, Message, Sampling, StopReason, Task, Trajectory
+from agentgym_rl.types import Limits, Message, Sample, Sampling, StopReason, Task, Trajectory
 
 LIMITS = Limits(max_turns=4, max_new_tokens=64, max_context=512)
 
@@ -45,6 +46,37 @@ def test_agreeing_replies_share_a_sample_and_other_states_get_their_own() -> Non
     assert correction.loss_mask == [False] * 5 + [True] * len(reply_ids("Action: x"))
     assert correction.left_out == [(0, 5)]
     assert agreement(messages, parse_react) == 0.5  # the last reply is the oracle's own
+
+
+def test_untrained_thoughts_are_skipped_in_labels_and_in_agreeing_replies() -> None:
+    renderer = Renderer(thinking_tokenizer("qwen3"))
+    thoughts = [f"<think>\n{text}\n</think>\n\n" for text in ("mine", "wrong", "the oracle's")]
+    sampled, other, advised = (
+        renderer.reply_ids(thought + action) for thought, action in zip(thoughts, ("up", "down", "up"), strict=True)
+    )
+    advice = f"{thoughts[2]}up"
+    messages = [
+        Message("user", "a", [1, 2]),
+        Message("assistant", f"{thoughts[0]}up", sampled, [-1.0] * len(sampled), advice=advice),
+        Message("user", "b", [5]),
+        Message("assistant", f"{thoughts[1]}down", other, [-1.0] * len(other), advice=advice),
+        Message("user", "c", [8]),
+        Message("assistant", advice, advised, advice=advice),
+    ]
+    trajectory = Trajectory("t", Task("corridor", 0), messages)
+    parse = without_thought
+    trained = labelled(trajectory, renderer.reply_ids, parse, num_untrained=renderer.thought_length)
+    action = renderer.tokenizer.decode(sampled[renderer.thought_length(sampled) :])
+    assert action.strip().startswith("up")
+    assert [loss_text(sample, renderer) for sample in trained] == [2 * action, action]
+    assert (2, renderer.thought_length(sampled)) in trained[0].left_out
+    with_thoughts = [loss_text(sample, renderer) for sample in labelled(trajectory, renderer.reply_ids, parse)]
+    assert [text.count("</think>") for text in with_thoughts] == [2, 1]
+
+
+def loss_text(sample: Sample, renderer: Renderer) -> str:
+    ids = [token for token, on in zip(sample.token_ids, sample.loss_mask, strict=True) if on]
+    return renderer.tokenizer.decode(ids)
 
 
 def test_two_replies_without_an_action_do_not_agree() -> None:

@@ -33,7 +33,9 @@ from agentgym_rl.agent.styles import STYLES
 from agentgym_rl.agent.templates import LLAMA3
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.environment.tools import Tool
+from agentgym_rl.run.demonstrations import segment_samples
 from agentgym_rl.training.batch import to_samples
+from agentgym_rl.training.conversations import Conversation
 from agentgym_rl.training.microbatch import micro_batches
 from agentgym_rl.training.model import action_logprobs
 from agentgym_rl.training.scratch import build_model
@@ -244,6 +246,19 @@ async def test_demonstrations_have_the_ids_of_play(template: str) -> None:
     played = [(s.token_ids, s.loss_mask) for s in to_samples(trajectory)]
     shown = [Message(m.role, m.content) for m in trajectory.messages]
     assert [(s.token_ids, s.loss_mask) for s in renderer.demonstrations(shown)] == played
+
+
+@pytest.mark.parametrize("template", ["qwen3", "r1"])
+async def test_imitation_skips_thoughts_as_play_does(template: str) -> None:
+    untrained, _, renderer = await scripted(template, [THOUGHT] * 4, LIMITS, train_thoughts=False)
+    wanted = [(s.token_ids, s.loss_mask) for s in to_samples(untrained)]
+    trained, _, _ = await scripted(template, [THOUGHT] * 4, LIMITS)
+    shown = Conversation("counting_3", [Message(m.role, m.content) for m in trained.messages], trained.imitated)
+    written = replace(trained, messages=[replace(m, token_ids=[], logprobs=None) for m in trained.messages])
+    for demonstration in (trained, shown, written):
+        found = segment_samples(demonstration, renderer, train_thoughts=False)
+        assert [(s.token_ids, s.loss_mask) for s in found] == wanted
+        assert [(s.token_ids, s.loss_mask) for s in segment_samples(demonstration, renderer)] != wanted
 
 
 async def test_a_window_keeps_the_task_and_the_last_turns() -> None:

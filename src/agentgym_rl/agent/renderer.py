@@ -261,11 +261,13 @@ class Renderer:
         trained: list[bool] | None = None,
         tools: Tools = (),
         skipped_chars: Sequence[int] = (),
+        *,
+        train_thoughts: bool = True,
     ) -> list[Sample]:
         """Return samples for imitation, one per segment; of a linear conversation it is `demonstration`."""
         self._try_tools(tools)
         if self.linear:
-            return [self.demonstration(messages, trained, tools, skipped_chars)]
+            return [self.demonstration(messages, trained, tools, skipped_chars, train_thoughts=train_thoughts)]
         samples: list[Sample] = []
         for i, message in enumerate(messages):
             if not message.is_reply:
@@ -278,7 +280,7 @@ class Renderer:
             sample.token_ids += match.added_ids
             imitated = trained is None or trained[i]
             beginning = message.content[: skipped_chars[i]] if skipped_chars else ""
-            count = self.num_tokens(ids, beginning) if imitated else len(ids)
+            count = self._num_skipped(ids, beginning, train_thoughts) if imitated else len(ids)
             if count:
                 sample.left_out.append((len(sample.token_ids), count))
             sample.loss_mask += [False] * (len(sample.token_ids) - len(sample.loss_mask))
@@ -294,12 +296,15 @@ class Renderer:
         trained: list[bool] | None = None,
         tools: Tools = (),
         skipped_chars: Sequence[int] = (),
+        *,
+        train_thoughts: bool = True,
     ) -> Sample:
         """Return a sample for imitation with the loss on replies and their end-of-turn tokens only.
 
         `trained` says for each message whether it is imitated; by default every reply is. `skipped_chars` are the
-        characters at the start of each message that are not imitated; by default none. The ids are those of a rollout,
-        so that training matches play. Text after the last reply is left out.
+        characters at the start of each message that are not imitated; by default none. Without `train_thoughts` the
+        thoughts of replies are not imitated. The ids are those of a rollout, so that training matches play. Text after
+        the last reply is left out.
         """
         replies = [i for i, message in enumerate(messages) if message.role == "assistant"]
         if not replies:
@@ -316,12 +321,16 @@ class Renderer:
                 loss_mask += [False] * len(ids)
             ids = self.reply_ids(message.content, message.tool_calls)
             beginning = message.content[: skipped_chars[i]] if skipped_chars else ""
-            count = self.num_tokens(ids, beginning) if imitated[i] else len(ids)
+            count = self._num_skipped(ids, beginning, train_thoughts) if imitated[i] else len(ids)
             if count:
                 left_out.append((len(token_ids), count))
             token_ids += ids
             loss_mask += [False] * count + [True] * (len(ids) - count)
         return Sample(token_ids=token_ids, loss_mask=loss_mask, left_out=left_out)
+
+    def _num_skipped(self, reply_ids: list[int], beginning: str, train_thoughts: bool) -> int:
+        """Return how many tokens at the start of a reply are not imitated."""
+        return max(self.num_tokens(reply_ids, beginning), 0 if train_thoughts else self.thought_length(reply_ids))
 
     def num_tokens(self, reply_ids: list[int], beginning: str) -> int:
         """Return how many tokens of a reply hold its beginning. Spaces do not count: some tokenizers add their own."""

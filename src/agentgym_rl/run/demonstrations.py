@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import cycle, groupby, islice
 
@@ -89,7 +90,12 @@ def _held_out(context: RunContext) -> set[tuple[str, int]]:
 
 
 def to_samples(
-    demonstrations: Sequence[Demonstration], renderer: Renderer, max_context: int, console: Console
+    demonstrations: Sequence[Demonstration],
+    renderer: Renderer,
+    max_context: int,
+    console: Console,
+    *,
+    train_thoughts: bool = True,
 ) -> list[Sample]:
     """Return samples to imitate, without those longer than `max_context` tokens, which no agent could play.
 
@@ -97,7 +103,7 @@ def to_samples(
     """
     max_chars = max_context * renderer.max_token_chars
     short = [d for d in demonstrations if _longest(d, whole=renderer.linear) <= max_chars]
-    samples = [s for demonstration in short for s in segment_samples(demonstration, renderer)]
+    samples = [s for d in short for s in segment_samples(d, renderer, train_thoughts=train_thoughts)]
     kept = [s for s in samples if len(s.token_ids) <= max_context]
     total = len(samples) + len(demonstrations) - len(short)
     if len(kept) < total:
@@ -114,12 +120,19 @@ def _longest(demonstration: Demonstration, *, whole: bool) -> int:
     return sum(lengths) if whole else max(lengths)
 
 
-def segment_samples(demonstration: Demonstration, renderer: Renderer) -> list[Sample]:
-    """Return a sample per segment: ids as sampled if this tokenizer sampled them, else as the template renders them."""
+def segment_samples(demonstration: Demonstration, renderer: Renderer, *, train_thoughts: bool = True) -> list[Sample]:
+    """Return a sample per segment: ids as sampled if this tokenizer sampled them, else as the template renders them.
+
+    Without `train_thoughts` the loss skips the thought of every reply.
+    """
     if isinstance(demonstration, Conversation):
-        samples = renderer.demonstrations(demonstration.messages, demonstration.trained, demonstration.tools)
+        samples = renderer.demonstrations(
+            demonstration.messages, demonstration.trained, demonstration.tools, train_thoughts=train_thoughts
+        )
         name = demonstration.item_id
     elif _sampled_with(renderer, demonstration):
+        if not train_thoughts:
+            demonstration = _with_untrained_thoughts(demonstration, renderer)
         return [
             Sample(segment.token_ids, segment.loss_mask, trajectory_id=demonstration.id)
             for segment in demonstration.segments
@@ -128,16 +141,27 @@ def segment_samples(demonstration: Demonstration, renderer: Renderer) -> list[Sa
     else:
         rows = zip(demonstration.messages, demonstration.imitated, demonstration.unimitated_chars, strict=True)
         messages, imitated, skipped = zip(*(row for row in rows if not row[0].purpose), strict=True)
-        samples = renderer.demonstrations(list(messages), list(imitated), demonstration.tools, skipped)
+        samples = renderer.demonstrations(
+            list(messages), list(imitated), demonstration.tools, skipped, train_thoughts=train_thoughts
+        )
         name = demonstration.id
     for sample in samples:
         sample.trajectory_id = name
-    return samples
+    return [sample for sample in samples if any(sample.loss_mask)]
 
 
-def to_sample(demonstration: Demonstration, renderer: Renderer) -> Sample:
+def _with_untrained_thoughts(trajectory: Trajectory, renderer: Renderer) -> Trajectory:
+    """Return an episode whose sampled thoughts are not trained on."""
+    messages = [
+        m if m.logprobs is None else replace(m, untrained=renderer.thought_length(m.token_ids))
+        for m in trajectory.messages
+    ]
+    return replace(trajectory, messages=messages)
+
+
+def to_sample(demonstration: Demonstration, renderer: Renderer, *, train_thoughts: bool = True) -> Sample:
     """Return the only sample of a demonstration."""
-    samples = segment_samples(demonstration, renderer)
+    samples = segment_samples(demonstration, renderer, train_thoughts=train_thoughts)
     if len(samples) != 1:
         raise ConfigError(
             f"preferences need episodes of one segment, got one of {len(samples)}: set agent.context = 'full' and "

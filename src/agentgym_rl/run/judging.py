@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import cast
@@ -13,15 +12,13 @@ from agentgym_rl.errors import ConfigError
 from agentgym_rl.rewards.judge import Judge, LocalChat, make_chat_client
 from agentgym_rl.rewards.rewards import Rewards, Scorer
 from agentgym_rl.run.demonstrations import to_transcript
-from agentgym_rl.run.load_model import load_from, load_frozen
+from agentgym_rl.run.load_model import load_from, load_frozen, stored_dtype
 from agentgym_rl.training.locate_model import find_reward_model
-from agentgym_rl.training.reward_settings import JudgeSettings, RewardSettings
+from agentgym_rl.training.reward_settings import SCORED_TOKENS, JudgeSettings, RewardSettings
 from agentgym_rl.types import Group
 
 CACHE_NAME = "judge.jsonl"
 """File of a run directory with every answer of the judge."""
-SCORED_TOKENS = 16384
-"""Tokens of a pass of a reward model."""
 
 
 def make_rewards(rewards: tuple[RewardSettings, ...], judge: JudgeSettings | None, cache: Path) -> Rewards | None:
@@ -40,11 +37,8 @@ def make_scorer(settings: RewardSettings) -> Scorer:
     from agentgym_rl.training.reward_model import load_head, scores_of
 
     folder = find_reward_model(settings.path)
-    shape = json.loads((folder / "config.json").read_text()) if (folder / "config.json").is_file() else {}
-    dtype = shape.get("dtype") or shape.get("torch_dtype") or "float32"
-    model, tokenizer = load_frozen(
-        str(folder), "rewards.path", ModelConfig(path=str(folder), device=settings.device, dtype=dtype)
-    )
+    loaded = ModelConfig.model_validate({"path": str(folder), "device": settings.device, "dtype": stored_dtype(folder)})
+    model, tokenizer = load_frozen(str(folder), "rewards.path", loaded)
     scored, about = load_head(model, folder)
     thoughts = cast(Thoughts, about["thoughts"])
     renderer = Renderer(tokenizer, about["chat_template"] or None, thoughts=thoughts)
@@ -79,7 +73,10 @@ def _load(settings: JudgeSettings) -> LocalChat:
         settings.path, ModelConfig(path=settings.path, device=settings.device, dtype=settings.dtype)
     )
     renderer = Renderer(tokenizer)
-    # Text has more than two characters a token; what is longer all the same is an error that names max_chars.
-    tokens = settings.max_chars // 2 + 1024 + settings.max_new_tokens
-    engine = NativeEngine(model.eval(), decode=renderer.decode, max_sessions=settings.concurrency, max_context=tokens)
+    engine = NativeEngine(
+        model.eval(),
+        decode=renderer.decode,
+        max_sessions=settings.concurrency,
+        max_context=settings.max_context,
+    )
     return LocalChat(engine, renderer, engine.max_context)

@@ -49,6 +49,13 @@ def base_of_adapters(folder: Path) -> str | None:
     return str(json.loads(adapters.read_text(encoding="utf-8"))["base_model_name_or_path"])
 
 
+def stored_dtype(folder: Path) -> str:
+    """Return the type of the weights in a model's folder, float32 if it does not say."""
+    config = folder / "config.json"
+    raw = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    return raw.get("dtype") or raw.get("torch_dtype") or "float32"
+
+
 def load_frozen(path: str, setting: str, settings: ModelConfig, ranks: Ranks | None = None) -> tuple[Any, Any]:
     """Return (model, tokenizer) of a folder, a hub name or a run's last checkpoint, with its adapters if it has any."""
     from agentgym_rl.training import lora

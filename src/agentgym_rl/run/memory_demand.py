@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from agentgym_rl.config import Config, ModelConfig, ScaleConfig
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.scale.memory import GIB, Demand, Shape, on_each_device, on_each_host, table
-from agentgym_rl.training.locate_model import find_model
-from agentgym_rl.training.settings import OptimizerSettings
+from agentgym_rl.run.load_model import base_of_adapters, stored_dtype
+from agentgym_rl.scale.memory import (
+    GIB,
+    Demand,
+    Shape,
+    engine_memory,
+    on_each_device,
+    on_each_host,
+    on_other_devices,
+    scoring_bytes,
+    table,
+)
+from agentgym_rl.training.locate_model import find_model, find_reward_model, folder_of
+from agentgym_rl.training.reward_settings import SCORED_TOKENS, JudgeSettings, RewardSettings
+from agentgym_rl.training.settings import DistillSettings, OptimizerSettings
 
 GPUS_PER_NODE = 8
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -38,6 +52,8 @@ def demand_of(config: Config, *, gpu: bool = True) -> Demand:
     optimizer = rl.optimizer if config.online else (config.sft or config.dpo or config.reward_model or rl).optimizer
     lora = config.model.lora
     longest = config.longest_context()
+    teacher, teacher_has_adapters = _teacher(rl.distill if config.online else None)
+    place = partial(_place, own=config.model.device, any_is_own=scale is not None, gpu=gpu)
     return Demand(
         shape=shape,
         dtype_bytes=BYTES[config.model.dtype],
@@ -47,6 +63,9 @@ def demand_of(config: Config, *, gpu: bool = True) -> Demand:
         colocated=scale is None or scale.layout == "colocated",
         reference=config.online and rl.kl_coef > 0,
         critic=config.online and rl.algorithm == "ppo",
+        teacher=teacher,
+        teacher_has_adapters=teacher_has_adapters,
+        driver=_driver_models(config.judge, config.rewards, place),
         overlap=config.online and (rl.overlap > 0 or config.engine.kind == "vllm"),
         trained=None if lora is None else _adapter_parameters(shape, lora.rank),
         **_memory_settings(optimizer),
@@ -74,15 +93,71 @@ def _memory_settings(optimizer: OptimizerSettings) -> dict[str, Any]:
     return {name: getattr(optimizer, name) for name in names}
 
 
+def _teacher(distill: DistillSettings | None) -> tuple[Shape | None, bool]:
+    """Return the shape of a teacher in the learner's process, and whether it has adapters. One at a url has none."""
+    if distill is None or distill.url is not None:
+        return None, False
+    return _frozen_shape(folder_of(distill.teacher, "rl.distill.teacher"), distill.teacher, "rl.distill.teacher")
+
+
+def _frozen_shape(folder: Path, path: str, setting: str) -> tuple[Shape, bool]:
+    """Return the shape of a model that `setting` names, or of the base of its adapters, and whether it has some."""
+    base = base_of_adapters(folder)
+    name = base or (str(folder) if folder.is_dir() else path)
+    return shape_of_folder(name, setting), base is not None
+
+
+def _driver_models(
+    judge: JudgeSettings | None, rewards: Sequence[RewardSettings], place_of: Callable[[str], str]
+) -> dict[str, dict[str, int]]:
+    """Return the bytes of the judge and of reward models in the driver's process, by place (see Demand).
+
+    `place_of` returns the place of a device that the recipe names.
+    """
+    places: dict[str, dict[str, int]] = {}
+    if judge is not None and judge.path is not None:
+        shape = shape_of_folder(judge.path, "judge.path")
+        context = min(judge.max_context, shape.positions or judge.max_context)
+        size = BYTES[judge.dtype]
+        parts = engine_memory(Demand(shape, size, overlap=True, sessions=judge.concurrency, context=context)).parts
+        place = places.setdefault(place_of(judge.device), {})
+        place |= {f"judge {name}": part for name, part in parts.items() if part}
+    for reward in rewards:
+        if reward.kind == "reward_model":
+            folder = find_reward_model(reward.path)
+            shape, _ = _frozen_shape(folder, reward.path, "rewards.path")
+            size = BYTES[stored_dtype(folder)]
+            place = places.setdefault(place_of(reward.device), {})
+            place[f"{reward.source} weights"] = size * shape.count
+            place[f"{reward.source} activations"] = scoring_bytes(shape, SCORED_TOKENS, size)
+    return places
+
+
+def _place(device: str, *, own: str, any_is_own: bool, gpu: bool) -> str:
+    """Return where a model of the driver is: on a `device` of the run, on its `host`, or on another GPU.
+
+    `own` is the device of the run. With `any_is_own` the run may use every GPU.
+    """
+    if device == "cpu" or (device == "auto" and not gpu and _cuda_bytes() is None):
+        return "host" if gpu else "device"
+    name, own_name = (gpu_name if ":" in gpu_name else "cuda:0" for gpu_name in (device, own))
+    return "device" if gpu and (any_is_own or name == own_name) else name
+
+
 def shape_of(model: ModelConfig) -> Shape:
     """Return the shape of a model from its config.json or the recipe's scratch settings."""
     if model.scratch is not None:
         s = model.scratch
         sizes = (s.hidden_size, s.intermediate_size, s.num_layers, s.num_heads, s.num_heads, 1000)
         return Shape(*sizes, positions=s.max_context)
-    raw = _read(str(model.path))
+    return shape_of_folder(str(model.path), "model.path")
+
+
+def shape_of_folder(path: str, setting: str) -> Shape:
+    """Return the shape of a model from its config.json. Errors name `setting`, the key of the recipe."""
+    raw = _read(path, setting)
     if any((raw.get(name) or 0) > 1 for name in EXPERTS):
-        raise ConfigError(f"model.path = {model.path!r} is a mixture of experts, whose memory is not known here")
+        raise ConfigError(f"{setting} = {path!r} is a mixture of experts, whose memory is not known here")
     try:
         return Shape(
             hidden=raw["hidden_size"],
@@ -96,7 +171,7 @@ def shape_of(model: ModelConfig) -> Shape:
             positions=raw.get("max_position_embeddings") or 0,
         )
     except KeyError as error:
-        raise ConfigError(f"model.path = {model.path!r}: its config.json does not say {error}") from error
+        raise ConfigError(f"{setting} = {path!r}: its config.json does not say {error}") from error
 
 
 def why_not_split(shape: Shape, devices: int) -> str:
@@ -126,6 +201,7 @@ def diagnose_recipe(
     everybody = demand.learners + demand.engines * demand.tensor_parallel
     per_node = gpus_per_node if config.scale is not None and config.scale.address else everybody
     lines, fits = table(on_each_device(demand, device_bytes), device_bytes)
+    others, others_fit = table(on_other_devices(demand), device_bytes if gpu else _cuda_bytes())
     on_hosts, hosts_fit = table(on_each_host(demand, per_node, host_bytes or 0), host_bytes)
     split = why_not_split(demand.shape, demand.tensor_parallel)
     if not split and demand.tensor_parallel > per_node:
@@ -137,7 +213,7 @@ def diagnose_recipe(
     head = f"{config.name}: {size} parameters, {config.model.dtype}"
     if demand.distributed:
         head += f", sharded over {demand.learners} learners" if demand.trained is None else ", whole on every learner"
-    return [head, *lines, *on_hosts], fits and hosts_fit and not split
+    return [head, *lines, *others, *on_hosts], fits and others_fit and hosts_fit and not split
 
 
 def too_large(config: Config) -> str | None:
@@ -167,31 +243,31 @@ def require_memory(model: ModelConfig, scale: ScaleConfig | None) -> None:
         )
 
 
-def _read(path: str) -> dict[str, Any]:
+def _read(path: str, setting: str) -> dict[str, Any]:
     local = Path(path).expanduser() / "config.json"
     if local.is_file():
-        return _checked(path, local)
-    folder = find_model(path)
+        return _checked(path, setting, local)
+    folder = find_model(path, setting)
     from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(folder).to_dict()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path = {path!r} cannot be read: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"{setting} = {path!r} cannot be read: {str(error).splitlines()[0]}") from error
 
 
-def _checked(path: str, local: Path) -> dict[str, Any]:
+def _checked(path: str, setting: str, local: Path) -> dict[str, Any]:
     """Return the config.json of a folder, with its sizes checked."""
     try:
         raw = json.loads(local.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path = {path!r}: its config.json cannot be read: {error}") from error
+        raise ConfigError(f"{setting} = {path!r}: its config.json cannot be read: {error}") from error
     if not isinstance(raw, dict):
-        raise ConfigError(f"model.path = {path!r}: its config.json should hold an object, got {type(raw).__name__}")
+        raise ConfigError(f"{setting} = {path!r}: its config.json should hold an object, got {type(raw).__name__}")
     for name in (*SIZES, *EXPERTS):
         value = raw.get(name)
         if value is not None and (not isinstance(value, int) or value < (name in SIZES)):
-            raise ConfigError(f"model.path = {path!r}: {name} of its config.json should be a size, got {value!r:.80}")
+            raise ConfigError(f"{setting} = {path!r}: {name} of its config.json should be a size, got {value!r:.80}")
     return raw
 
 

@@ -177,7 +177,8 @@ class RoundMaker:
         groups = await self._play(current, settings.tasks, settings.group_size, settings.max_turns)
         kept = select_episodes(groups, settings, f"{self.config.seed}/round{current.number}")
         earlier = read_round(self.log.root, current.number - 1).samples if current.number > 1 else {}
-        explored = [s for t in kept for s in segment_samples(t, self.backend.renderer)]
+        renderer, train_thoughts = self.backend.renderer, self.config.agent.train_thoughts
+        explored = [s for t in kept for s in segment_samples(t, renderer, train_thoughts=train_thoughts)]
         if settings.history == "all":
             explored = [*earlier.get("explored", []), *explored]
         current.samples = {"expert": earlier.get("expert", []), "explored": explored}
@@ -218,7 +219,8 @@ class RoundMaker:
             return corrections[-1]
 
         corrector = correct if settings.correct_thoughts else None
-        samples = [s for t in played for s in labelled(t, renderer.reply_ids, parse, corrector)]
+        skip = None if config.agent.train_thoughts else renderer.thought_length
+        samples = [s for t in played for s in labelled(t, renderer.reply_ids, parse, corrector, skip)]
         kept = [s for s in samples if len(s.token_ids) <= config.longest_context()]
         agreed = agreement((m for t in played for m in t.messages), parse)
         earlier = read_round(self.log.root, current.number - 1).samples if current.number > 1 else {}
@@ -283,9 +285,11 @@ class RoundMaker:
         """Return the pairs whose episodes the model can read, and the samples of these by `id` of the episode."""
         longest, positions = self.config.longest_context(), self.backend.max_context
         reason = "agent.max_context" if longest <= positions else "the model's context"
-        make_sample = to_transcript if self.config.reward_model is not None else to_sample
+        renderer, train_thoughts = self.backend.renderer, self.config.agent.train_thoughts
+        judges = self.config.reward_model is not None
+        make_sample = to_transcript if judges else partial(to_sample, train_thoughts=train_thoughts)
         kept, samples = fitting_pairs(
-            pairs, partial(make_sample, renderer=self.backend.renderer), min(longest, positions), reason, self.console
+            pairs, partial(make_sample, renderer=renderer), min(longest, positions), reason, self.console
         )
         if not kept:
             raise ConfigError(
@@ -299,7 +303,13 @@ class RoundMaker:
         if demonstrations is None:
             demonstrations = await load_demonstrations(self.context)
         self._demonstrations = None
-        samples = to_samples(demonstrations, self.backend.renderer, self.config.longest_context(), self.console)
+        samples = to_samples(
+            demonstrations,
+            self.backend.renderer,
+            self.config.longest_context(),
+            self.console,
+            train_thoughts=self.config.agent.train_thoughts,
+        )
         if not samples:
             raise ConfigError("data: every conversation is longer than agent.max_context: raise it")
         return samples

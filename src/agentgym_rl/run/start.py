@@ -63,7 +63,7 @@ async def prepare(context: RunContext, conversations: Sequence[list[Message]] = 
         tokenizer = word_tokenizer([*conversations, [Message("user", text) for text in texts]])
     renderer = Renderer(tokenizer, config.model.chat_template, thoughts=config.agent.thoughts)
     max_context = config.longest_context()
-    samples = to_samples(played, renderer, max_context, context.console)
+    samples = to_samples(played, renderer, max_context, context.console, train_thoughts=config.agent.train_thoughts)
     if warm is not None and not samples:
         raise ConfigError(f"warm_start: no episode has a reply and at most agent.max_context = {max_context} tokens")
     return Start(tokenizer, samples)

@@ -22,6 +22,10 @@ head, N and K query and key/value heads of width w:
                                    buffers; the excess of weights, buffers and a cache of a given size over it; and
                                    its process, because vLLM starts only if its share is free after CUDA has started
     reference                      bP / D;   critic: another learner, without the head
+    teacher, of P' parameters      bP' / D; its passes keep two layers of activations and gather as the learner's do.
+                                   One with adapters is whole on every rank for a moment, before it is sharded
+    driver                         weights and cache of a judge, weights of a reward model: in the process of the run,
+                                   or with ranks in that of the driver, which may be on any of their devices
     warm start                     a learner without reference and critic, before there are engines
     weights, colocated             2b V, and 2b V more for vLLM, with V parameters of the embedding: gathered, in the
                                    shared buffer (at least a bucket), and vLLM's two copies
@@ -103,6 +107,13 @@ class Demand:
     """Learner and engine share a device."""
     reference: bool = False
     critic: bool = False
+    teacher: Shape | None = None
+    """Teacher of distillation in the learner's process, with the type of the learner's weights."""
+    teacher_has_adapters: bool = False
+    """The teacher is loaded whole on every rank and then sharded."""
+    driver: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Bytes of the models in the driver's process (judge, reward models), by place and purpose. Places: `device`, one
+    of the run's; `host`; or the name of a GPU that the run does not use, such as `cuda:1`."""
     overlap: bool = False
     """The engine has its own weights, to play while the learner works, or because it is vLLM."""
     trained: int | None = None
@@ -187,11 +198,14 @@ def learner_memory(d: Demand) -> Memory:
     if d.distributed and d.trained is None:
         # A pass gathers two layers (one computes while the next is fetched), and the root outside of layers.
         layer, root = shape.layer_parameters, shape.embedding_parameters
-        parts["gathered"] = b * (2 * layer + root)
+        models = [shape] if d.teacher is None else [shape, d.teacher]
+        parts["gathered"] = b * max(2 * model.layer_parameters + model.embedding_parameters for model in models)
         parts["whole gradients"] = b * (layer + root) + (4 * shape.count if d.reduce_once else 0)
         parts["summed gradients"] = 4 * max(layer, root)
     if d.reference and d.trained is None:
         parts["reference"] = kept * b * shape.count // d.shards
+    if d.teacher is not None:
+        parts["teacher"] = kept * b * d.teacher.count // d.shards
     if d.critic:
         trained = d.trained if d.trained is not None else shape.count - shape.embedding_parameters // 2
         parts["critic"] = kept * (12 if b == 2 and d.trained is None else 16) * trained // d.shards
@@ -207,19 +221,29 @@ def learner_memory(d: Demand) -> Memory:
 
 def warm_start_memory(d: Demand) -> Memory:
     """Return the memory of a learner on its device during the warm start."""
-    return learner_memory(replace(d, reference=False, critic=False, **d.warm_start or {}))
+    return learner_memory(replace(d, reference=False, critic=False, teacher=None, **d.warm_start or {}))
 
 
 def activation_bytes(d: Demand) -> int:
-    """Return the bytes kept for the backward pass of one micro-batch."""
+    """Return the bytes kept for the backward pass of one micro-batch, or for the teacher's pass if it needs more."""
     shape, tokens, b = d.shape, d.micro_batch_tokens, d.dtype_bytes
-    attention = shape.width * (2 * shape.heads + 2 * shape.kv_heads)
-    layer = tokens * b * (4 * shape.hidden + attention + 3 * shape.intermediate)
+    layer = _layer_activation_bytes(shape, tokens, b)
+    scoring = 0 if d.teacher is None else scoring_bytes(d.teacher, tokens, b)
     if d.offload_activations and d.gpu:
-        return 2 * layer
+        return max(scoring, 2 * layer)
     if d.checkpoint_activations:
-        return tokens * b * shape.hidden * shape.layers + 2 * layer
-    return layer * shape.layers
+        return max(scoring, tokens * b * shape.hidden * shape.layers + 2 * layer)
+    return max(scoring, layer * shape.layers)
+
+
+def scoring_bytes(shape: Shape, tokens: int, dtype_bytes: int) -> int:
+    """Return the bytes of the activations of a pass without gradients: those of two layers."""
+    return 2 * _layer_activation_bytes(shape, tokens, dtype_bytes)
+
+
+def _layer_activation_bytes(shape: Shape, tokens: int, dtype_bytes: int) -> int:
+    attention = shape.width * (2 * shape.heads + 2 * shape.kv_heads)
+    return tokens * dtype_bytes * (4 * shape.hidden + attention + 3 * shape.intermediate)
 
 
 def engine_memory(d: Demand, device_bytes: int = 0) -> Memory:
@@ -265,28 +289,48 @@ def _vllm_memory(d: Demand, episode: int, device_bytes: int) -> Memory:
 def on_each_device(d: Demand, device_bytes: int = 0) -> dict[str, Memory]:
     """Return the memory of each kind of device: {"learner": ..., "engine": ...}, or "device" if a pair shares one. The
     pair takes turns: while the learner works, the engine frees its cache (vLLM everything); while it does not, it has
-    no gradients and no activations. A warm start comes first."""
+    no gradients and no activations. A warm start and the loading of a teacher come first. Any device of several may
+    have the driver's models, too."""
     learner, engine = learner_memory(d), engine_memory(d, device_bytes)
     devices: dict[str, Memory] = {}
+    kind = "device" if d.colocated else "learner"
     if d.warm_start is not None:
-        devices["device, warm start" if d.colocated else "learner, warm start"] = warm_start_memory(d)
+        devices[f"{kind}, warm start"] = warm_start_memory(d)
+    if d.teacher is not None and d.teacher_has_adapters and d.shards > 1:
+        loaded = {name: learner.parts[name] for name in ("weights", "reference", "process") if name in learner.parts}
+        devices[f"{kind}, loading the teacher"] = Memory(loaded | {"teacher": d.dtype_bytes * d.teacher.count})
+    driver = _driver_parts(d, "device") if d.gpu or not d.distributed else {}
     learners = {f"learner {name}": size for name, size in learner.parts.items()}
     engines = {f"engine {name}": size for name, size in engine.parts.items()}
     if not d.distributed:
-        return devices | {"device": Memory(learners | engines, engine.problem, engine.budget)}
+        return devices | {"device": Memory(learners | engines | driver, engine.problem, engine.budget)}
     if not d.colocated:
         if d.gpu and engine.parts:
             engine.parts["weights on their way"] = _in_transit_bytes(d)
+        learner.parts |= driver
+        engine.parts |= driver if engine.parts else {}
         return devices | {"learner": learner} | ({"engine": engine} if engine.parts else {})
     sleeping = {name: size for name, size in engines.items() if name in ("engine weights", "engine process")}
     if d.engine == "vllm":
         sleeping = {"engine process": PROCESS_BYTES * d.gpu}
     kept = {name: size for name, size in learners.items() if name.removeprefix("learner ") not in TEMPORARY_PARTS}
-    devices["device, learning"] = Memory(learners | sleeping)
+    devices["device, learning"] = Memory(learners | sleeping | driver)
     if d.gpu:
         kept["learner weights on their way"] = _in_transit_bytes(d)
-    devices["device, playing"] = Memory(kept | engines, engine.problem, engine.budget)
+    devices["device, playing"] = Memory(kept | engines | driver, engine.problem, engine.budget)
     return devices
+
+
+def on_other_devices(d: Demand) -> dict[str, Memory]:
+    """Return the memory of the driver's models on GPUs that the run does not use otherwise."""
+    return {place: Memory(_driver_parts(d, place)) for place in d.driver if place not in ("device", "host")}
+
+
+def _driver_parts(d: Demand, place: str) -> dict[str, int]:
+    """Return the parts of the driver's models in a place. On a GPU without the learner the process counts, too."""
+    parts = dict(d.driver.get(place, {}))
+    own_process = d.distributed and d.gpu if place == "device" else place != "host"
+    return parts | ({"driver process": PROCESS_BYTES} if parts and own_process else {})
 
 
 def _in_transit_bytes(d: Demand) -> int:
@@ -308,9 +352,10 @@ def on_each_host(d: Demand, per_node: int, host_bytes: int = 0) -> dict[str, Mem
     """
     shape, b = d.shape, d.dtype_bytes
     if not d.distributed:
-        kept = {f"{name} of 1 ranks": size for name, size in _on_host(d).items()}
+        kept = {f"{name} of 1 ranks": size for name, size in _on_host(d).items()} | _driver_parts(d, "host")
         running = {"host, running": Memory(kept)} if kept else {}
-        return {"host, loading": Memory({"weights": b * shape.count}), **running} if d.gpu else {}
+        load = {"weights": b * max(shape.count, d.teacher.count if d.teacher else 0)}  # one model after the other
+        return {"host, loading": Memory(load), **running} if d.gpu else {}
     ranks, engines = min(d.learners, per_node), min(d.engines, max(1, per_node // d.tensor_parallel))
     one_node = per_node >= (d.learners if d.colocated else d.learners + d.engines * d.tensor_parallel)
     load = {"pages of files": b * shape.count}
@@ -319,8 +364,13 @@ def on_each_host(d: Demand, per_node: int, host_bytes: int = 0) -> dict[str, Mem
         load = {f"weights of {ranks} ranks": b * shape.count * ranks // d.shards}
         load |= {f"weights of {engines} engines": b * shape.count * engines_here}
         load |= {"loading": LOADING_BYTES * (ranks + engines_here)}
+    if d.teacher is not None:
+        shared = 1 if d.teacher_has_adapters else d.shards
+        copies = 1 if d.gpu and not d.teacher_has_adapters else ranks / shared
+        load["teacher"] = int(b * d.teacher.count * copies)
     learning = {"checkpoint": b * shape.count * ranks // d.learners if d.trained is None else 4 * d.trained}
     learning |= {f"{name} of {ranks} ranks": ranks * size for name, size in _on_host(d).items()}
+    learning |= _driver_parts(d, "host") if d.gpu else _driver_parts(d, "device")
     if d.engine == "vllm" and d.colocated and d.gpu:
         learning[f"{engines} sleeping vLLMs"] = d.engine_bytes * shape.count * engines
     if not d.gpu:
@@ -347,7 +397,7 @@ def _on_host(d: Demand) -> dict[str, int]:
     whole = learner_memory(replace(d, offload=False, offload_moments=False, offload_activations=False, gpu=False)).parts
     if d.gpu and d.offload and d.trained is None:
         parts["shards"] = sum(
-            whole.get(name, 0) for name in ("weights", "gradients", "optimizer", "reference", "critic")
+            whole.get(name, 0) for name in ("weights", "gradients", "optimizer", "reference", "teacher", "critic")
         )
     elif d.gpu and d.offload_moments:
         parts["moments"] = d.optimizer_bytes

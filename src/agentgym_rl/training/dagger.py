@@ -16,6 +16,7 @@ def labelled(
     reply_ids: Callable[[str], list[int]],
     parse: Callable[[str], str],
     correct: Callable[[str, str], tuple[list[int], int] | None] | None = None,
+    num_untrained: Callable[[list[int]], int] | None = None,
 ) -> list[Sample]:
     """Return samples that imitate the oracle in every state of an episode.
 
@@ -23,8 +24,13 @@ def labelled(
     Every other state becomes a sample of its own: the conversation so far and the oracle's reply. `reply_ids` returns
     the ids of a written reply, `parse` its action, empty if it has none. `correct` takes the agent's reply and the
     oracle's and returns ids that start with an error and end in its correction, and how many of them are the error: one
-    more sample.
+    more sample. `num_untrained` returns how many tokens at the start of a reply the loss skips, such as a thought; by
+    default none.
     """
+
+    def untrained(ids: list[int]) -> int:
+        return 0 if num_untrained is None else num_untrained(ids)
+
     segments: list[Sample] = []
     corrections: list[Sample] = []
     for message in trajectory.messages:
@@ -38,8 +44,11 @@ def labelled(
         same = is_reply and bool(message.advice) and _agrees(message, parse)
         if is_reply and message.advice and not same:
             replies = [(reply_ids(message.advice), 0), correct(message.content, message.advice) if correct else None]
-            for ids, skipped in filter(None, replies):
+            for ids, wrong in filter(None, replies):
+                skipped = max(wrong, untrained(ids))
                 before = len(token_ids) + skipped
+                if skipped == len(ids):
+                    continue
                 corrections.append(
                     Sample(
                         [*token_ids, *ids],
@@ -48,10 +57,12 @@ def labelled(
                         left_out=[(0, before)],
                     )
                 )
-        if is_reply and not same:
-            agreed.left_out.append((len(token_ids), len(message.token_ids)))
+        count = len(message.token_ids)
+        skipped = untrained(message.token_ids) if same else count
+        if is_reply and skipped:
+            agreed.left_out.append((len(token_ids), skipped))
         token_ids += message.token_ids
-        agreed.loss_mask += [same] * len(message.token_ids)
+        agreed.loss_mask += [False] * skipped + [True] * (count - skipped)
     return [sample for sample in segments if any(sample.loss_mask)] + corrections
 
 

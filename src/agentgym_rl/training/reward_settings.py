@@ -26,6 +26,8 @@ READ_BY: dict[str, tuple[str, ...]] = {
 """Built-in kinds of rewards and the settings that each reads besides name and weight."""
 RESERVED = ("mean", "total", "failed")
 """Names of metrics under judged/ that are no source's."""
+SCORED_TOKENS = 16384
+"""Tokens of a pass of a reward model."""
 JUDGED_KINDS = ("rubric", "ranking")
 """Kinds that ask the model of [judge]."""
 
@@ -141,6 +143,14 @@ class JudgeSettings(SettingsSection):
         if self.api_key_variable is not None and self.url is None:
             raise ValueError("api_key_variable is for a judge at url: remove it")
         _require_device(self.device)
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of a question and its answer for a judge in this process.
+
+        Text has more than two characters a token. A longer question is an error that names max_chars.
+        """
+        return self.max_chars // 2 + 1024 + self.max_new_tokens
 
 
 def _require_device(device: str) -> None:
