@@ -1,4 +1,4 @@
-"""Write docs/results/teachers.md and its figure from the records of the study `teachers`.
+"""Write the page `teachers` of the results and its figure from the records of the study of that name.
 
 python results/teachers.py [--results results] [--docs docs]
 """
