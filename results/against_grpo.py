@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from figures import draw_legend, draw_seeds, label_y_in_percent, new_figure, set_title
+from figures import draw_success, new_figure
 from records import (
     Record,
     common_tokens,
     compare_seeds,
-    curve,
     describe_missing,
     percent_with_range,
     runs_of,
@@ -103,13 +102,8 @@ def page(records: list[Record]) -> str:
 def draw(records: Sequence[Record], path: Path) -> None:
     figure, (row,) = new_figure(1, len(AGAINST_GRPO), 11.0, 3.4)
     for axes, (task, arms) in zip(row, AGAINST_GRPO.items(), strict=True):
-        for arm, colour in zip(arms, COLOURS, strict=True):
-            curves = [curve(record, "success") for record in runs_on(records, task, arm)]
-            draw_seeds(axes, [([x / 1e3 for x in xs], ys) for xs, ys in curves], colour, arm)
-        axes.set_xlabel("sampled tokens (thousands)", fontsize=9)
-        label_y_in_percent(axes, "held-out success")
-        set_title(axes, task)
-        draw_legend(axes)
+        runs = [record for arm in arms for record in runs_on(records, task, arm)]
+        draw_success(axes, runs, dict(zip(arms, COLOURS, strict=True)), task)
     figure.savefig(path)
 
 

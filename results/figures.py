@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jobs import RANDOM
@@ -97,13 +97,29 @@ def draw_seeds(axes: Any, curves: Sequence[tuple[list[float], list[float]]], col
     axes.plot(*mean_curve(curves), color=colour, linewidth=2, label=label)
 
 
-def draw_curves(axes: Any, runs: Sequence[Record], task: str, name: str) -> None:
-    """Draw the mean of each arm against sampled tokens, and every seed as a faint line."""
-    for arm, colour in HORIZONS.items():
-        curves = [curve(r, name) for r in runs if (r["task"], r["arm"]) == (task, arm)]
+def draw_arms(axes: Any, runs: Sequence[Record], name: str, colours: Mapping[str, str]) -> None:
+    """Draw the mean of each arm against sampled tokens, and every seed as a faint line. The runs are of one task."""
+    for arm, colour in colours.items():
+        curves = [curve(r, name) for r in runs if r["arm"] == arm]
         curves = [([x / 1e3 for x in xs], ys) for xs, ys in curves if xs]
         if curves:
             draw_seeds(axes, curves, colour, arm)
+
+
+def draw_curves(axes: Any, runs: Sequence[Record], task: str, name: str) -> None:
+    """Draw the horizons of one task's runs."""
+    draw_arms(axes, [run for run in runs if run["task"] == task], name, HORIZONS)
+
+
+def draw_success(
+    axes: Any, runs: Sequence[Record], colours: Mapping[str, str], title: str, name: str = "success"
+) -> None:
+    """Draw a panel of success against sampled tokens by arm: held-out success, or `success/mean` of training."""
+    draw_arms(axes, runs, name, colours)
+    axes.set_xlabel("sampled tokens (thousands)", fontsize=9)
+    label_y_in_percent(axes, "held-out success" if name == "success" else "success in training")
+    set_title(axes, title)
+    draw_legend(axes)
 
 
 def draw_turns(axes: Any, evaluated: Sequence[Record], arms: Sequence[tuple[str, str]]) -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from figures import draw_legend, draw_seeds, label_y_in_percent, new_figure, set_title
+from figures import draw_success, new_figure
 from paper import rate_cell
-from records import Record, compare_seeds, curve, describe_missing, evaluations_of, runs_of, success_at, turns_of
+from records import Record, compare_seeds, describe_missing, evaluations_of, runs_of, success_at, turns_of
 from study_page import write_page
 
 COLOURS = {"fixed-long": "#c2410c", "staged": "#0f766e"}
@@ -108,24 +108,20 @@ def sections(records: Sequence[Record]) -> list[str]:
 def page(records: list[Record]) -> str:
     missing = describe_missing("teachers", records)
     limits = [
-        "- Few seeds and short runs. The teacher is trained for minutes, so its students cannot be good.",
+        "- Few seeds and short runs. The teacher is trained for 50 steps.",
         *([f"- {missing[0].upper()}{missing[1:]}."] if missing else []),
     ]
     return PAGE.format(sections="\n\n".join(sections(records)), limits="\n".join(limits))
 
 
 def draw(records: Sequence[Record], path: Path) -> None:
-    tasks = distilled_tasks(records)
+    """Draw a panel for each task with students. Without students there is no figure."""
+    if not (tasks := distilled_tasks(records)):
+        return
     figure, (row,) = new_figure(1, len(tasks), 2.4 + 4.0 * len(tasks), 3.6)
     for axes, task in zip(row, tasks, strict=True):
-        for arm, colour in COLOURS.items():
-            runs = [r for r in runs_of(records) if (r["task"], r["arm"]) == (task, arm)]
-            curves = [curve(record, "success/mean") for record in runs]
-            draw_seeds(axes, [([x / 1e3 for x in xs], ys) for xs, ys in curves], colour, arm)
-        axes.set_xlabel("sampled tokens (thousands)", fontsize=9)
-        label_y_in_percent(axes, "success in training")
-        set_title(axes, TASKS[task])
-        draw_legend(axes)
+        runs = [r for r in runs_of(records) if r["task"] == task]
+        draw_success(axes, runs, COLOURS, TASKS[task], "success/mean")
     figure.savefig(path)
 
 

@@ -9,12 +9,11 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from figures import draw_legend, draw_seeds, label_y_in_percent, new_figure, set_title
+from figures import draw_success, new_figure
 from records import (
     Record,
     common_tokens,
     compare_seeds,
-    curve,
     describe_missing,
     percent_with_range,
     runs_of,
@@ -124,13 +123,7 @@ def draw(records: Sequence[Record], path: Path) -> None:
     tasks = by_task(records)
     figure, (row,) = new_figure(1, len(tasks), 2.4 + 4.0 * len(tasks), 3.6)
     for axes, (task, runs) in zip(row, tasks.items(), strict=True):
-        for arm, colour in COLOURS.items():
-            curves = [curve(record, "success") for record in runs_of_arm(runs, arm)]
-            draw_seeds(axes, [([x / 1e3 for x in xs], ys) for xs, ys in curves], colour, arm)
-        axes.set_xlabel("sampled tokens (thousands)", fontsize=9)
-        label_y_in_percent(axes, "held-out success")
-        set_title(axes, TASKS[task])
-        draw_legend(axes)
+        draw_success(axes, runs, COLOURS, TASKS[task])
     figure.savefig(path)
 
 

@@ -53,6 +53,12 @@ RECORDS = [
 ]
 
 
+def test_a_dataset_without_items_has_no_row() -> None:
+    record = evaluation("base", 0.1, task="searchqa")
+    record["results"][-1]["tasks"] |= {"X/absent": None, "X/unplayed": {"items": 5, "episodes": 0}}
+    assert [line.split(" | ")[0] for line in paper.kinds_table([record], "searchqa")[2:]] == ["| searchqa"]
+
+
 def test_the_main_table_has_a_row_per_arm_and_the_published_ones() -> None:
     lines = paper.main_table(RECORDS)
     assert lines[0] == "| success | TextCraft |"

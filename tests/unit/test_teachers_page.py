@@ -40,3 +40,15 @@ def test_judged_answers_are_compared_with_exact_match() -> None:
     page = teachers.page(records)
     assert "## Judged rewards\n\njudged is ahead in 0 of 1 seeds." in page
     assert "| exact match and the judge's score | 50.0%" in page
+
+
+def test_the_figure_has_a_panel_for_each_task_with_students(tmp_path: Path) -> None:
+    runs = [
+        {"job": f"run-{arm}", "task": "textcraft", "arm": arm, "seed": 0, "evaluations": []}
+        | {"curves": {"tokens/total": [1000.0, 2000.0], "success/mean": [0.1, 0.4]}}
+        for arm in teachers.COLOURS
+    ]
+    agents = [evaluation("textcraft", arm, 0, "10") for arm in teachers.COLOURS]
+    teachers.draw([*runs, *agents], tmp_path / "students.png")
+    teachers.draw([evaluation("searchqa", "judged", 0, "10")], tmp_path / "none.png")
+    assert [path.name for path in tmp_path.iterdir()] == ["students.png"]
