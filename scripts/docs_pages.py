@@ -300,9 +300,9 @@ def run(record: str) -> str:
         ratio = "" if line["who"] == "ours" else f"{now[line['case']] / line['tokens_per_s']:.2f}×"
         who = "this version" if line["who"] == "ours" else "older commit"
         seconds = [f"{line[name]:.2f} s" for name in ("step_s", "rollout_s", "learn_s")]
-        rows.append([line["case"], who, f"{line['tokens_per_s'] / 1000:.1f}k", *seconds, f"{line['busy']:.0%}", ratio])
+        rows.append([line["case"], who, f"{line['tokens_per_s'] / 1000:.1f}k", ratio, *seconds, f"{line['busy']:.0%}"])
     times = ["a step", "rollout", "learning"]
-    return table(["recipe × episodes", "version", "new tokens/s", *times, "GPU busy", "this ÷ older"], rows)
+    return table(["recipe × episodes", "version", "new tokens/s", "this ÷ older", *times, "GPU busy"], rows)
 
 
 def learner() -> str:
