@@ -20,6 +20,7 @@ assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1 before
 import pytest
 import torch
 from kernels_for_tests import error, gate_error, near_the_largest_float16, without_memory_once
+from shared_prefixes_for_tests import tree_samples, values_and_gradients
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -31,7 +32,8 @@ from agentgym_rl.agent.engines.native.cuda.drafts import accept, draft, drafted_
 from agentgym_rl.agent.engines.native.cuda.packing import as_packed, pack
 from agentgym_rl.agent.engines.native.cuda.sample_kernels import Picks, RowState
 from agentgym_rl.agent.engines.native.runner import Row
-from agentgym_rl.training.device import head, head_kernels, layer_kernels
+from agentgym_rl.training.device import head, head_kernels, layer_kernels, packed
+from agentgym_rl.training.microbatch import micro_batches
 from agentgym_rl.types import Completion, Sampling
 
 VOCABULARY = 130
@@ -311,6 +313,65 @@ async def layers() -> None:
     assert gate_error(9, 1100, "cpu") < 1e-5
 
 
+def attention_of(query: Any, keys: Any, values: Any, bounds: Any, key_bounds: Any, scale: float) -> torch.Tensor:
+    """Return causal attention from the bottom right of each sample, in plain torch."""
+    mixed = []
+    for i in range(len(bounds) - 1):
+        q, seen = query[bounds[i] : bounds[i + 1]], slice(key_bounds[i], key_bounds[i + 1])
+        k, v = (x[seen].repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (keys, values))
+        scores = torch.einsum("qnd,knd->nqk", q, k) * scale
+        hidden = torch.ones(len(q), len(k), dtype=torch.bool).triu(len(k) - len(q) + 1)
+        mixed.append(torch.einsum("nqk,knd->qnd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v))
+    return torch.cat(mixed)
+
+
+def flash_forward(
+    q: Any, k: Any, v: Any, q_bounds: Any, k_bounds: Any, q_max: int, k_max: int, *rest: Any, scale: float
+) -> tuple[Any, ...]:
+    """Replace torch's flash kernel, which needs CUDA. It wants a query of every sample."""
+    for bounds, longest in ((q_bounds, q_max), (k_bounds, k_max)):
+        assert bounds.dtype is torch.int32
+        assert 0 < int(bounds.diff().min()) <= int(bounds.diff().max()) == longest
+    assert rest == (0.0, True, False)
+    return attention_of(q, k, v, q_bounds, k_bounds, scale), q.new_empty(0), q.new_empty(0), q.new_empty(0), None
+
+
+def flash_backward(
+    gradient: Any, q: Any, k: Any, v: Any, mixed: Any, sums: Any, q_bounds: Any, k_bounds: Any, *rest: Any, scale: float
+) -> tuple[torch.Tensor, ...]:
+    with torch.enable_grad():
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        return torch.autograd.grad(attention_of(*inputs, q_bounds, k_bounds, scale), inputs, gradient)
+
+
+async def shared_prefixes() -> None:
+    """Check fused layers over the unique tokens of samples that share prefixes, against modules over all tokens."""
+    samples = tree_samples(groups=1, members=4)
+    weights = [1.0] * len(samples)
+    kinds: list[tuple[str, dict[str, Any]]] = [
+        ("llama", {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "attention_bias": True}),
+        ("qwen3", {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}),
+    ]
+    for kind, shape in kinds:
+        model = make(kind, **shape).train()
+        expected = values_and_gradients(model, micro_batches(samples, weights, 100), len(samples))
+        with (
+            patch.object(packed, "HAS_TRITON", True),
+            patch.object(packed, "flash_supports", lambda query: True),
+            patch.object(packed, "MAX_READ_SHARE", 0.0),
+            patch.object(torch.ops.aten, "_flash_attention_forward", flash_forward),
+            patch.object(torch.ops.aten, "_flash_attention_backward", flash_backward),
+        ):
+            batches = micro_batches(samples, weights, 100, share_prefixes=True)
+            assert all(micro.shared is not None for micro in batches)
+            assert len(batches) > 1
+            actual = values_and_gradients(model, batches, len(samples))
+        for found, right in zip(actual[0], expected[0], strict=True):
+            assert error(torch.tensor(found), torch.tensor(right)) < 1e-5
+        for found, right in zip(actual[1], expected[1], strict=True):
+            assert error(found, right) < 1e-4
+
+
 async def logits() -> None:
     """Check the statistics of the head and their gradient."""
     torch.manual_seed(0)
@@ -372,5 +433,6 @@ if __name__ == "__main__":
         guessed_replies,
         float16,
         layers,
+        shared_prefixes,
         logits,
     )

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from kernels_for_tests import error, gate_error
+from shared_prefixes_for_tests import tree_samples, values_and_gradients
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -198,6 +199,39 @@ def test_fused_layers_are_as_accurate_as_transformers(kind: str) -> None:
     asyncio.run(NativeEngine(model, max_sessions=2, max_context=64).close())
     for found, again in zip(ours, gradients(model, micro, packed_states), strict=True):
         assert error(again, found) < 1e-2
+
+
+@pytest.mark.parametrize("kind", list(MODELS))
+@pytest.mark.parametrize("adapters", [False, True])
+def test_shared_prefixes_change_only_the_rounding(kind: str, adapters: bool) -> None:
+    model, samples = make_model(kind, torch.bfloat16).train(), tree_samples()
+    if adapters:
+        pytest.importorskip("peft")
+        add_adapter(model, LoraSettings(rank=4), 0)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(std=0.05)
+
+    def results(model: Any, *, share_prefixes: bool) -> list[torch.Tensor]:
+        weights = [1.0] * len(samples)
+        batches = micro_batches(samples, weights, 300, "cuda", share_prefixes=share_prefixes)
+        assert all((micro.shared is not None) == share_prefixes for micro in batches)
+        logprobs, found = values_and_gradients(model, batches, len(samples))
+        return [torch.tensor([p for row in logprobs for p in row]), *found]
+
+    exact = results(copy.deepcopy(model).float(), share_prefixes=False)
+    plain = results(model, share_prefixes=False)
+    shared = results(model, share_prefixes=True)
+    for found, unshared, right in zip(shared, plain, exact, strict=True):
+        assert error(found, right) < 1.5 * error(unshared, right) + 5e-3
+
+
+def test_the_learner_shares_prefixes_in_half_precision() -> None:
+    weights = [1.0] * len(tree_samples())
+    for dtype, shares in ((torch.bfloat16, True), (torch.float32, False)):
+        imitator = Imitator(make_model("qwen2", dtype), OptimizerSettings(), 1)
+        assert all((m.shared is not None) == shares for m in imitator.micro_batches(tree_samples(), weights))
 
 
 def test_adapters_learn_in_bf16() -> None:

@@ -14,7 +14,7 @@ from _pytest.mark import ParameterSet
 pytest.importorskip("triton", reason="there is none for this system")
 
 SCRIPTS = Path(__file__).parents[1]
-QUICK = ("short_reply", "split_prefill", "logits")
+QUICK = ("short_reply", "split_prefill", "shared_prefixes", "logits")
 LONG = [
     ("llama",),
     ("drafts", "layers"),

@@ -2,53 +2,14 @@
 
 from __future__ import annotations
 
-import random
-from typing import Any
-
 import pytest
 import torch
-from training_for_tests import VOCABULARY, tiny_model
+from shared_prefixes_for_tests import sample_of, tree_samples, values_and_gradients
+from training_for_tests import tiny_model
 
 from agentgym_rl.training.learner import Updater
-from agentgym_rl.training.microbatch import MicroBatch, micro_batches
-from agentgym_rl.training.model import action_logprobs
+from agentgym_rl.training.microbatch import micro_batches
 from agentgym_rl.training.settings import OptimizerSettings
-from agentgym_rl.types import Sample
-
-
-def tree_samples(groups: int = 3, members: int = 6) -> list[Sample]:
-    """Return groups of episodes that share a prompt and some of their turns, one pair of them equal, and a stranger."""
-    rng, samples = random.Random(0), []
-    for group in range(groups):
-        prompt = [group, *(rng.randrange(VOCABULARY) for _ in range(20))]
-        for _ in range(members):
-            ids, mask = list(prompt), [False] * len(prompt)
-            for _ in range(rng.randrange(1, 4)):
-                action = rng.randrange(2)
-                ids += [action, 3, 10 + action, 11, 12]
-                mask += [True, True, False, False, False]
-            samples.append(sample_of(ids, mask))
-        samples.append(sample_of(samples[-1].token_ids, samples[-1].loss_mask))
-    samples.append(sample_of([9, 8, 7, 6], [False, False, True, True]))
-    rng.shuffle(samples)
-    return samples
-
-
-def sample_of(ids: list[int], mask: list[bool]) -> Sample:
-    count = sum(mask)
-    return Sample(list(ids), list(mask), logprobs=[0.0] * count, advantages=[(len(ids) % 5) - 1.5] * count)
-
-
-def values_and_gradients(model: Any, batches: list[MicroBatch], num: int) -> tuple[list[list[float]], list[Any]]:
-    """Return the log-probabilities of each sample's actions, and the gradients of a weighted sum of all."""
-    model.zero_grad()
-    logprobs: list[list[float]] = [[] for _ in range(num)]
-    for micro in batches:
-        logprobs_A, entropy_A = action_logprobs(model, micro, 1.0)
-        ((logprobs_A * micro.advantages_A).sum() + 0.1 * entropy_A.sum()).backward()
-        for index, values in zip(micro.indices, micro.by_row(logprobs_A), strict=True):
-            logprobs[index] = values
-    return logprobs, [p.grad.clone() for p in model.parameters()]
 
 
 @pytest.mark.parametrize("max_tokens", [120, 100_000])
@@ -76,8 +37,10 @@ def test_every_prefix_is_computed_once() -> None:
     [micro] = micro_batches(samples, [1.0] * len(samples), 100_000, share_prefixes=True)
     prefixes = {tuple(s.token_ids[:n]) for s in samples for n in range(1, len(s.token_ids) + 1)}
     assert micro.shared is not None
-    assert len(micro.shared.places_U) == len(prefixes) == sum(micro.shared.own_counts)
-    assert 0 in micro.shared.own_counts, "an equal episode has no token of its own"
+    repeated = len(samples) - len({tuple(s.token_ids) for s in samples})
+    assert repeated > 0, "the last token of an episode that equals another is its own"
+    assert len(micro.shared.places_U) == len(prefixes) + repeated == sum(micro.shared.own_counts)
+    assert min(micro.shared.own_counts) == 1
     assert torch.equal(micro.token_ids_T[micro.shared.places_U][micro.shared.unique_T], micro.token_ids_T)
 
 

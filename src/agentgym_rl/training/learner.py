@@ -26,7 +26,7 @@ from agentgym_rl.training.device.optimizer import (
     make_optimizer,
     step,
 )
-from agentgym_rl.training.device.packed import capture_passes, why_not_packed
+from agentgym_rl.training.device.packed import can_share_prefixes, capture_passes, why_not_packed
 from agentgym_rl.training.microbatch import MicroBatch, micro_batches
 from agentgym_rl.training.model import action_logprobs, check_plain_head
 from agentgym_rl.training.ranks import SINGLE_PROCESS, Ranks
@@ -86,9 +86,9 @@ class Updater:
         return batches
 
     def _shares_prefixes(self) -> bool:
-        """Return whether passes compute shared prefixes once: those on a CPU (docs/how-it-works/learner.md)."""
+        """Return whether passes compute shared prefixes once (docs/how-it-works/learner.md)."""
         decoder = self.model.get_decoder() if hasattr(self.model, "get_decoder") else self.model.decoder
-        return self.device.type == "cpu" and why_not_packed(decoder) is None and not self.settings.capture_passes
+        return why_not_packed(decoder) is None and not self.settings.capture_passes and can_share_prefixes(decoder)
 
     def update(self, batches: list[MicroBatch], loss: MicroLoss) -> dict[str, float]:
         """Sum the gradients of all micro-batches, clip them, and make one optimizer step."""

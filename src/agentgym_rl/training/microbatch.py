@@ -33,7 +33,9 @@ class SharedPrefixes:
     """
 
     own_counts: list[int]
-    """B: tokens of each sample that are its own. They are neighbours in U, in the order of the samples."""
+    """B: tokens of each sample that are its own, at least one. They are neighbours in U, in order of the samples."""
+    own_bounds_B1: Tensor
+    """Start of each sample's own tokens in U, and U; int32 for the attention kernels."""
     unique_T: Tensor
     """Index in U of each token of T."""
     places_U: Tensor
@@ -129,9 +131,10 @@ def micro_batches(
 
 
 def own_lengths(samples: list[Sample]) -> list[int]:
-    """Return how many tokens of each sample do not continue a prefix of its predecessor.
+    """Return how many tokens of each sample do not continue a prefix of its predecessor, at least one.
 
-    If samples are sorted by their tokens, no other earlier one has a longer common prefix than the predecessor.
+    If samples are sorted by their tokens, no other earlier one has a longer common prefix than the predecessor. The
+    last token of a sample is its own, because attention kernels need a query of every sample.
     """
     before: list[int] = []
     counts = []
@@ -141,7 +144,7 @@ def own_lengths(samples: list[Sample]) -> list[int]:
         if ids[:length] != before[:length]:
             a, b = (numpy.array(x[:length]) for x in (ids, before))
             length = int((a != b).argmax())
-        counts.append(len(ids) - length)
+        counts.append(max(1, len(ids) - length))
         before = ids
     return counts
 
@@ -165,8 +168,9 @@ def _pack_shared(
     own_counts = [own[k] for k in order]
     ends = numpy.cumsum(micro.lengths)
     places = [end - count + numpy.arange(count) for end, count in zip(ends, own_counts, strict=True)]
-    unique_T = torch.from_numpy(numpy.concatenate([unique[k] for k in order])).to(device)
-    micro.shared = SharedPrefixes(own_counts, unique_T, torch.from_numpy(numpy.concatenate(places)).to(device))
+    own_bounds = numpy.cumsum([0, *own_counts], dtype=numpy.int32)
+    arrays = own_bounds, numpy.concatenate([unique[k] for k in order]), numpy.concatenate(places)
+    micro.shared = SharedPrefixes(own_counts, *(torch.from_numpy(array).to(device) for array in arrays))
     return micro
 
 

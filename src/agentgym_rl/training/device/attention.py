@@ -46,15 +46,18 @@ def attend(
     """Return the attention output, T(ND), differentiable. With `queries` (on a CPU), there are R of them.
 
     On CUDA it uses the flash kernel for half precision and the memory-efficient one for float32. Elsewhere it makes one
-    exact call for every run of equally long samples, which is the fastest way on a CPU. There, tokens may be the unique
-    ones of samples with shared prefixes.
+    exact call for every run of equally long samples, which is the fastest way on a CPU. With shared prefixes, the
+    tokens are the unique ones.
     """
     if queries is not None:
         mixed = _by_queries(query_TND, key_TKD, value_TKD, micro, queries, scale)
-    elif micro.shared is not None and len(query_TND) < len(micro.token_ids_T):
-        mixed = _by_own_tokens(query_TND, key_TKD, value_TKD, micro, micro.shared, scale)
     elif flash_supports(query_TND):
-        mixed = flash_forward(query_TND, key_TKD, value_TKD, micro, scale)[0]
+        if micro.shared is not None:
+            both = TakeRows.apply(torch.cat((key_TKD, value_TKD), 1), micro.shared.unique_T)
+            key_TKD, value_TKD = both.split(key_TKD.shape[1], 1)
+        mixed = _flash(query_TND, key_TKD, value_TKD, micro, scale)[0]
+    elif micro.shared is not None:
+        mixed = _by_own_tokens(query_TND, key_TKD, value_TKD, micro, micro.shared, scale)
     elif query_TND.is_cuda and query_TND.dtype is torch.float32 and query_TND.shape[-1] % 4 == 0:
         mixed = _memory_efficient(query_TND, key_TKD, value_TKD, micro, scale)
     else:
@@ -62,13 +65,33 @@ def attend(
     return mixed.reshape(len(query_TND), -1)
 
 
+class TakeRows(torch.autograd.Function):
+    """Rows of x at an index. Gradients of rows that are taken several times add up in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
+        ctx.index, ctx.count = index, len(x)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _sum_rows(gradient, ctx.index, ctx.count), None
+
+
+def _sum_rows(rows: Tensor, index: Tensor, count: int) -> Tensor:
+    """Return `count` rows: the sum, in float32, of the rows with the same index."""
+    total = torch.zeros(count, *rows.shape[1:], dtype=torch.float32, device=rows.device)
+    return total.index_add_(0, index, rows.float()).to(rows.dtype)
+
+
 def flash_forward(query: Tensor, key: Tensor, value: Tensor, micro: MicroBatch, scale: float) -> tuple[Any, ...]:
-    """Return (output TND, log of the softmax's sums, two tensors for the backward pass)."""
-    bounds, longest = micro.bounds_B1, micro.lengths[0]
-    out: tuple[Any, ...] = torch.ops.aten._flash_attention_forward(
-        query, key, value, bounds, bounds, longest, longest, 0.0, True, False, scale=scale
-    )
-    return out[:4]
+    """Return (output TND, log of the softmax's sums, two tensors for the backward pass).
+
+    With shared prefixes, all but the sums are of the unique tokens.
+    """
+    if micro.shared is not None:
+        key, value = (x.index_select(0, micro.shared.unique_T) for x in (key, value))
+    return _flash(query, key, value, micro, scale)
 
 
 def flash_backward(
@@ -81,12 +104,32 @@ def flash_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value. `forward` is the result of flash_forward."""
-    bounds, longest = micro.bounds_B1, micro.lengths[0]
     mixed, sums, seed, offset = forward
-    gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-        gradient, query, key, value, mixed, sums, bounds, bounds, longest, longest, 0.0, True, seed, offset, scale=scale
+    shared, count = micro.shared, len(key)
+    if shared is not None:
+        key, value = (x.index_select(0, shared.unique_T) for x in (key, value))
+    grad_query, grad_key, grad_value = torch.ops.aten._flash_attention_backward(
+        gradient, query, key, value, mixed, sums, *_bounds(micro), 0.0, True, seed, offset, scale=scale
     )
-    return gradients
+    if shared is not None:
+        grad_key, grad_value = (_sum_rows(x, shared.unique_T, count) for x in (grad_key, grad_value))
+    return grad_query, grad_key, grad_value
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, micro: MicroBatch, scale: float) -> tuple[Any, ...]:
+    # If a sample has fewer queries than keys, causal means from the bottom right: the last query sees every key.
+    out: tuple[Any, ...] = torch.ops.aten._flash_attention_forward(
+        query, key, value, *_bounds(micro), 0.0, True, False, scale=scale
+    )
+    return out[:4]
+
+
+def _bounds(micro: MicroBatch) -> tuple[Tensor, Tensor, int, int]:
+    """Return the bounds of each sample's queries and keys, and the largest number of both."""
+    bounds, longest, shared = micro.bounds_B1, micro.lengths[0], micro.shared
+    if shared is None:
+        return bounds, bounds, longest, longest
+    return shared.own_bounds_B1, bounds, max(shared.own_counts), longest
 
 
 def _memory_efficient(query: Tensor, key: Tensor, value: Tensor, micro: MicroBatch, scale: float) -> Tensor:
@@ -124,8 +167,6 @@ def _by_own_tokens(
     both = both_T2KD.split([count * length for count, length, _ in runs])
     mixed = []
     for (count, length, own), query, part in zip(runs, queries, both, strict=True):
-        if not own:  # the same tokens as in another sample
-            continue
         q = query.unflatten(0, (count, own)).transpose(1, 2)
         k, v = part.unflatten(0, (count, length)).transpose(1, 2).split(heads, 1)
         # The bias is causal from the bottom right: the last query sees every key. SDPA would convert a boolean mask.

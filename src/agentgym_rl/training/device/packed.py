@@ -20,7 +20,7 @@ from torch.nn.functional import rms_norm
 from torch.utils.checkpoint import checkpoint
 
 from agentgym_rl.common.decoders import DECODERS, RMS_NORMS, STATIC_ROPE
-from agentgym_rl.training.device.attention import Queries, attend, flash_supports
+from agentgym_rl.training.device.attention import Queries, TakeRows, attend, flash_supports
 from agentgym_rl.training.device.captured import CapturedPasses
 from agentgym_rl.training.device.head import HAS_TRITON
 from agentgym_rl.training.microbatch import MicroBatch, SharedPrefixes
@@ -41,6 +41,12 @@ def why_not_packed(decoder: Any) -> str | None:
     if config.attention_dropout:
         return "its attention has dropout"
     return None
+
+
+def can_share_prefixes(decoder: Any) -> bool:
+    """Return whether attention of this decoder takes samples that share prefixes: not in float32 on CUDA."""
+    weight, layer = decoder.embed_tokens.weight, decoder.layers[0]
+    return not weight.is_cuda or flash_supports(weight.new_empty(0, layer.self_attn.head_dim))
 
 
 def packed_states(decoder: Any, micro: MicroBatch) -> Tensor:
@@ -66,7 +72,10 @@ def packed_action_states(decoder: Any, micro: MicroBatch) -> Tensor:
     few = 0 < len(places_A) <= MAX_READ_SHARE * len(micro.token_ids_T)
     exact = decoder.embed_tokens.weight.dtype is torch.float32 and not torch.is_autocast_enabled("cpu")
     if not few or not exact or places_A.is_cuda or hasattr(decoder, "captured_passes"):
-        return packed_states(decoder, micro).index_select(0, places_A)
+        if shared is None:
+            return packed_states(decoder, micro).index_select(0, places_A)
+        states_AH: Tensor = TakeRows.apply(_shared_states(decoder, micro, shared), shared.unique_T[places_A])
+        return states_AH
     if shared is None:
         hidden_TH = decoder.embed_tokens(micro.token_ids_T)
         return through_layers(decoder, hidden_TH, micro.positions_T, micro, Queries(places_A, places_A))
@@ -107,7 +116,7 @@ def why_not_captured(decoder: Any) -> str | None:
 def through_layers(
     decoder: Any, hidden_TH: Tensor, positions_T: Tensor, micro: MicroBatch, queries: Queries | None = None
 ) -> Tensor:
-    """Return the decoder's output TH for embeddings TH. Only the sample bounds of `micro` are used.
+    """Return the decoder's output TH for embeddings TH. Only the bounds of samples in `micro` are used.
 
     With `queries`, which fused layers do not take, the last layer computes and returns the outputs of these tokens.
     """
