@@ -53,7 +53,7 @@ def attend(
         mixed = _by_queries(query_TND, key_TKD, value_TKD, micro, queries, scale)
     elif flash_supports(query_TND):
         if micro.shared is not None:
-            both = TakeRows.apply(torch.cat((key_TKD, value_TKD), 1), micro.shared.unique_T)
+            both = take_rows(torch.cat((key_TKD, value_TKD), 1), micro.shared.unique_T)
             key_TKD, value_TKD = both.split(key_TKD.shape[1], 1)
         mixed = _flash(query_TND, key_TKD, value_TKD, micro, scale)[0]
     elif micro.shared is not None:
@@ -65,9 +65,13 @@ def attend(
     return mixed.reshape(len(query_TND), -1)
 
 
-class TakeRows(torch.autograd.Function):
-    """Rows of x at an index. Gradients of rows that are taken several times add up in float32."""
+def take_rows(x: Tensor, index: Tensor) -> Tensor:
+    """Return the rows of x at an index. Gradients of a row that is taken several times add up in float32."""
+    rows: Tensor = _TakeRows.apply(x, index)
+    return rows
 
+
+class _TakeRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
         ctx.index, ctx.count = index, len(x)

@@ -20,7 +20,7 @@ from torch.nn.functional import rms_norm
 from torch.utils.checkpoint import checkpoint
 
 from agentgym_rl.common.decoders import DECODERS, RMS_NORMS, STATIC_ROPE
-from agentgym_rl.training.device.attention import Queries, TakeRows, attend, flash_supports
+from agentgym_rl.training.device.attention import Queries, attend, flash_supports, take_rows
 from agentgym_rl.training.device.captured import CapturedPasses
 from agentgym_rl.training.device.head import HAS_TRITON
 from agentgym_rl.training.microbatch import MicroBatch, SharedPrefixes
@@ -53,7 +53,7 @@ def packed_states(decoder: Any, micro: MicroBatch) -> Tensor:
     """Return the decoder's output for every token, TH. Samples do not see each other, but may share prefixes."""
     shared = micro.shared
     if shared is not None:
-        return _shared_states(decoder, micro, shared).index_select(0, shared.unique_T)
+        return take_rows(_shared_states(decoder, micro, shared), shared.unique_T)
     hidden_TH = decoder.embed_tokens(micro.token_ids_T)
     captured = getattr(decoder, "captured_passes", None)
     if captured is not None and decoder.training and torch.is_grad_enabled():
@@ -74,8 +74,7 @@ def packed_action_states(decoder: Any, micro: MicroBatch) -> Tensor:
     if not few or not exact or places_A.is_cuda or hasattr(decoder, "captured_passes"):
         if shared is None:
             return packed_states(decoder, micro).index_select(0, places_A)
-        states_AH: Tensor = TakeRows.apply(_shared_states(decoder, micro, shared), shared.unique_T[places_A])
-        return states_AH
+        return take_rows(_shared_states(decoder, micro, shared), shared.unique_T[places_A])
     if shared is None:
         hidden_TH = decoder.embed_tokens(micro.token_ids_T)
         return through_layers(decoder, hidden_TH, micro.positions_T, micro, Queries(places_A, places_A))
