@@ -8,7 +8,7 @@ from shared_prefixes_for_tests import sample_of, tree_samples, values_and_gradie
 from training_for_tests import tiny_model
 
 from agentgym_rl.training.learner import Updater
-from agentgym_rl.training.microbatch import micro_batches
+from agentgym_rl.training.microbatch import micro_batches, own_lengths
 from agentgym_rl.training.settings import OptimizerSettings
 
 
@@ -42,6 +42,14 @@ def test_every_prefix_is_computed_once() -> None:
     assert len(micro.shared.places_U) == len(prefixes) + repeated == sum(micro.shared.own_counts)
     assert min(micro.shared.own_counts) == 1
     assert torch.equal(micro.token_ids_T[micro.shared.places_U][micro.shared.unique_T], micro.token_ids_T)
+
+
+@pytest.mark.parametrize("common", [0, 1, 63, 64, 65, 128, 200])
+@pytest.mark.parametrize("rest", [1, 64, 100])
+def test_own_tokens_follow_the_longest_common_prefix(common: int, rest: int) -> None:
+    first, second = ([7] * common + [own] * rest for own in (1, 2))
+    samples = [sample_of(ids, [False] * len(ids)) for ids in (first, second, [*second, 3], second)]
+    assert own_lengths(samples) == [common + rest, rest, 1, 1]
 
 
 def test_samples_that_share_little_are_packed_as_always() -> None:

@@ -140,13 +140,17 @@ def own_lengths(samples: list[Sample]) -> list[int]:
     counts = []
     for sample in samples:
         ids = sample.token_ids
-        length = min(len(ids), len(before))
-        if ids[:length] != before[:length]:
-            a, b = (numpy.array(x[:length]) for x in (ids, before))
-            length = int((a != b).argmax())
-        counts.append(max(1, len(ids) - length))
+        counts.append(max(1, len(ids) - _common_prefix(ids, before)))
         before = ids
     return counts
+
+
+def _common_prefix(ids: list[int], others: list[int], block: int = 64) -> int:
+    """Return how many tokens two lists have in common at their start. Blocks are compared as a whole, which is fast."""
+    length, start = min(len(ids), len(others)), 0
+    while start < length and ids[start : start + block] == others[start : start + block]:
+        start += block
+    return next((i for i in range(start, min(start + block, length)) if ids[i] != others[i]), length)
 
 
 def _pack_shared(
