@@ -387,11 +387,14 @@ async def logits() -> None:
 
 
 async def split_prefill() -> None:
-    """Check prefill attention with 1, 4 and 8 parts of the keys: new and continued rows, at and beside the blocks."""
+    """Check prefill attention with 1, 2, 4 and 8 parts of the keys: new and continued rows, at and beside the blocks.
+
+    The last row crosses the border of two parts, so its first tokens see no key of the second.
+    """
     torch.manual_seed(0)
     num_kv, num_heads, width = 2, 4, 16
-    keys, values = torch.randn(2, 5, num_kv, 400, width)
-    bounds = ((0, 0, 12), (1, 200, 206), (2, 63, 65), (3, 64, 66), (4, 130, 139))
+    keys, values = torch.randn(2, 6, num_kv, 400, width)
+    bounds = ((0, 0, 12), (1, 200, 206), (2, 63, 65), (3, 64, 66), (4, 130, 139), (5, 60, 72))
     rows = [Row(slot, list(range(end)), start) for slot, start, end in bounds]
     (packed_pass,) = pack(rows, 1000, queries_per_block(num_heads // num_kv, keys.dtype))
     tokens, blocks = (torch.tensor(array.tolist()) for array in (packed_pass.tokens, packed_pass.blocks))
@@ -403,7 +406,7 @@ async def split_prefill() -> None:
             seen = slot, head_index // (num_heads // num_kv), slice(position + 1)
             columns = slice(head_index * width, (head_index + 1) * width)
             right[i, columns] = torch.softmax(keys[seen] @ query[i, columns] * 0.2, 0) @ values[seen]
-    for num_processors in (1, 4, 64):
+    for num_processors in (1, 4, 8, 64):
         actual = prefill_attention(query, keys, values, packed.blocks, 0.2, num_processors)
         assert error(actual, right) < 1e-5
 

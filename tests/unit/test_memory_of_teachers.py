@@ -148,6 +148,18 @@ def test_a_judge_is_counted_where_it_is(tmp_path: Path, monkeypatch: pytest.Monk
     assert list(demand("auto", model={"device": "cpu"}).driver) == ["cuda:0"]
 
 
+def test_the_driver_loads_its_largest_model_on_the_host_first(tmp_path: Path) -> None:
+    path = str(write_shape(tmp_path / "judge"))
+    size = 4 * TEACHER.count  # of the judge, in float32; the agent is as large, in bfloat16
+    for device in ("auto", "cuda:1"):
+        alone = demand_of(judged(tmp_path, {"path": path, "device": device}))
+        assert on_each_host(alone, 1)["host, loading"].parts == {"weights": size}
+    on_host = demand_of(judged(tmp_path, {"path": path, "device": "cpu"}))
+    assert on_each_host(on_host, 1)["host, loading"].parts == {"weights": size // 2}
+    ranks = demand_of(judged(tmp_path, {"path": path}, scale={"learners": 2, "engines": 2}))
+    assert on_each_host(ranks, 8)["host, loading"].parts == {"pages of files": size // 2, "model of the driver": size}
+
+
 def test_any_device_of_a_cluster_may_have_the_judge_of_its_driver(tmp_path: Path) -> None:
     path = str(write_shape(tmp_path / "judge"))
     config = judged(tmp_path, {"path": path}, scale={"learners": 2, "engines": 2})

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import random
 import re
 import subprocess
 import sys
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ from agentgym_rl.agent.styles import STYLES
 from agentgym_rl.agent.templates import LLAMA3
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.environment.tools import Tool
-from agentgym_rl.run.demonstrations import segment_samples
+from agentgym_rl.run.console import Console
+from agentgym_rl.run.demonstrations import fitting_pairs, segment_samples, to_sample
 from agentgym_rl.training.batch import to_samples
 from agentgym_rl.training.conversations import Conversation
 from agentgym_rl.training.microbatch import micro_batches
@@ -259,6 +261,34 @@ async def test_imitation_skips_thoughts_as_play_does(template: str) -> None:
         found = segment_samples(demonstration, renderer, train_thoughts=False)
         assert [(s.token_ids, s.loss_mask) for s in found] == wanted
         assert [(s.token_ids, s.loss_mask) for s in segment_samples(demonstration, renderer)] != wanted
+
+
+@pytest.mark.parametrize("thoughts", ["template", "keep"])
+async def test_a_loss_on_everything_skips_sampled_thoughts_too(thoughts: str) -> None:
+    trajectory, _, renderer = await scripted("qwen3", [THOUGHT] * 4, LIMITS, {"thoughts": thoughts})
+    model = build_model(ScratchSettings(hidden_size=16, num_layers=1, num_heads=2), renderer.tokenizer, 0)
+    for train_thoughts in (True, False):
+        samples = segment_samples(trajectory, renderer, train_thoughts=train_thoughts)
+        trainer = SFT(model, samples, SFTSettings(loss_on="everything"), 0)
+        trained = [t for s in trainer._samples for t, on in zip(s.token_ids, s.loss_mask, strict=True) if on]
+        text = renderer.tokenizer.decode(trained)
+        assert "You are at" in text
+        assert text.count("Up is right") == (4 if train_thoughts else 0)
+
+
+async def test_a_pair_with_an_unfinished_thought_is_left_out_if_thoughts_are_not_trained() -> None:
+    short, limits = {"thoughts": "keep"}, Limits(max_turns=1, max_new_tokens=20, max_context=4000)
+    cut = renderer_of("qwen3").encode("<think>\nUp is")
+    unfinished, _, renderer = await scripted("qwen3", [cut], limits, short)  # type: ignore[list-item]
+    finished, _, _ = await scripted("qwen3", [THOUGHT], limits, short)
+    pairs = [(finished, unfinished), (finished, finished)]
+    for train_thoughts, num_kept in ((True, 2), (False, 1)):
+        output = io.StringIO()
+        make_sample = partial(to_sample, renderer=renderer, train_thoughts=train_thoughts)
+        kept, samples = fitting_pairs(pairs, make_sample, 4000, "agent.max_context", Console(output))
+        assert kept == pairs[-num_kept:]
+        assert all(any(samples[id(trajectory)].loss_mask) for pair in kept for trajectory in pair)
+        assert ("1 of 2 pairs have an episode without a token to train on" in output.getvalue()) != train_thoughts
 
 
 async def test_a_window_keeps_the_task_and_the_last_turns() -> None:

@@ -134,8 +134,8 @@ def segment_samples(demonstration: Demonstration, renderer: Renderer, *, train_t
         if not train_thoughts:
             demonstration = _with_untrained_thoughts(demonstration, renderer)
         return [
-            Sample(segment.token_ids, segment.loss_mask, trajectory_id=demonstration.id)
-            for segment in demonstration.segments
+            Sample(segment.token_ids, segment.loss_mask, trajectory_id=demonstration.id, left_out=left_out)
+            for segment, left_out in zip(demonstration.segments, _untrained_spans(demonstration), strict=True)
             if any(segment.loss_mask)
         ]
     else:
@@ -159,9 +159,26 @@ def _with_untrained_thoughts(trajectory: Trajectory, renderer: Renderer) -> Traj
     return replace(trajectory, messages=messages)
 
 
-def to_sample(demonstration: Demonstration, renderer: Renderer, *, train_thoughts: bool = True) -> Sample:
-    """Return the only sample of a demonstration."""
+def _untrained_spans(trajectory: Trajectory) -> list[list[tuple[int, int]]]:
+    """Return (start, length) of the sampled tokens without a loss in each segment."""
+    spans: list[list[tuple[int, int]]] = []
+    lengths: list[int] = []
+    for message in trajectory.messages:
+        if message.segment == len(lengths):
+            parent, count = message.prefix or (0, 0)
+            spans.append([span for span in spans[parent] if sum(span) <= count] if count else [])
+            lengths.append(count)
+        if message.untrained:
+            spans[message.segment].append((lengths[message.segment], message.untrained))
+        lengths[message.segment] += len(message.token_ids)
+    return spans
+
+
+def to_sample(demonstration: Demonstration, renderer: Renderer, *, train_thoughts: bool = True) -> Sample | None:
+    """Return the only sample of a demonstration, or None if no token of it is trained on."""
     samples = segment_samples(demonstration, renderer, train_thoughts=train_thoughts)
+    if not samples:
+        return None
     if len(samples) != 1:
         raise ConfigError(
             f"preferences need episodes of one segment, got one of {len(samples)}: set agent.context = 'full' and "
@@ -183,19 +200,30 @@ def to_transcript(trajectory: Trajectory, renderer: Renderer) -> Sample:
 
 
 def fitting_pairs(
-    pairs: Sequence[Pair], make_sample: Callable[[Trajectory], Sample], max_tokens: int, reason: str, console: Console
+    pairs: Sequence[Pair],
+    make_sample: Callable[[Trajectory], Sample | None],
+    max_tokens: int,
+    reason: str,
+    console: Console,
 ) -> tuple[list[Pair], dict[int, Sample]]:
     """Return (pairs, the samples of their episodes by `id`) without pairs of an episode longer than `max_tokens`.
 
-    `reason` says what the number of tokens is.
+    Pairs of an episode without a sample are left out, too. `reason` says what the number of tokens is.
     """
     episodes = {id(trajectory): trajectory for pair in pairs for trajectory in pair}
-    samples = {key: make_sample(trajectory) for key, trajectory in episodes.items()}
-    fitting = {key: sample for key, sample in samples.items() if len(sample.token_ids) <= max_tokens}
-    kept = [pair for pair in pairs if all(id(trajectory) in fitting for trajectory in pair)]
-    if len(kept) < len(pairs):
+    made = {key: make_sample(trajectory) for key, trajectory in episodes.items()}
+    samples = {key: sample for key, sample in made.items() if sample is not None}
+    trained = [pair for pair in pairs if all(id(trajectory) in samples for trajectory in pair)]
+    if len(trained) < len(pairs):
         console.warn(
-            f"{len(pairs) - len(kept)} of {len(pairs)} pairs have an episode longer than {reason} = {max_tokens} "
+            f"{len(pairs) - len(trained)} of {len(pairs)} pairs have an episode without a token to train on, such as "
+            "one unfinished thought with agent.train_thoughts = false, and are left out"
+        )
+    fitting = {key: sample for key, sample in samples.items() if len(sample.token_ids) <= max_tokens}
+    kept = [pair for pair in trained if all(id(trajectory) in fitting for trajectory in pair)]
+    if len(kept) < len(trained):
+        console.warn(
+            f"{len(trained) - len(kept)} of {len(pairs)} pairs have an episode longer than {reason} = {max_tokens} "
             "tokens and are left out"
         )
     return kept, fitting

@@ -293,8 +293,9 @@ class RoundMaker:
         )
         if not kept:
             raise ConfigError(
-                f"round {number}: each of {len(pairs)} pairs has an episode longer than {reason} = "
-                f"{min(longest, positions)} tokens: raise agent.max_context, or choose a model that reads more"
+                f"round {number}: each of {len(pairs)} pairs has an episode without a token to train on or longer than "
+                f"{reason} = {min(longest, positions)} tokens: raise agent.max_context, choose a model that reads "
+                "more, or set agent.train_thoughts = true"
             )
         return kept, samples
 

@@ -333,6 +333,12 @@ def _driver_parts(d: Demand, place: str) -> dict[str, int]:
     return parts | ({"driver process": PROCESS_BYTES} if parts and own_process else {})
 
 
+def _driver_loading_bytes(d: Demand) -> int:
+    """Return the host memory of the driver's largest model while it is loaded for a GPU."""
+    parts = [part for place, models in d.driver.items() if place != "host" for part in models.items()]
+    return max((size for name, size in parts if name.endswith(" weights")), default=0)
+
+
 def _in_transit_bytes(d: Demand) -> int:
     """Return the bytes of all simultaneous copies of the largest tensor on an engine's device while weights are sent. A
     learner on the device gathers it, unless it is frozen. vLLM is sent adapters without the frozen weights."""
@@ -347,15 +353,16 @@ def on_each_host(d: Demand, per_node: int, host_bytes: int = 0) -> dict[str, Mem
     """Return the host memory of nodes with `per_node` processes of a kind, without environments.
 
     Ranks and native engines read files straight into the memory where weights stay. For a GPU the pages of the files
-    are counted once, although the kernel can drop them. Each rank holds its share of a checkpoint's model. A vLLM that
-    shares its device keeps its weights on the host while it sleeps.
+    are counted once, although the kernel can drop them. The driver loads a model whole. Each rank holds its share of a
+    checkpoint's model. A vLLM that shares its device keeps its weights on the host while it sleeps.
     """
     shape, b = d.shape, d.dtype_bytes
     if not d.distributed:
         kept = {f"{name} of 1 ranks": size for name, size in _on_host(d).items()} | _driver_parts(d, "host")
         running = {"host, running": Memory(kept)} if kept else {}
-        load = {"weights": b * max(shape.count, d.teacher.count if d.teacher else 0)}  # one model after the other
-        return {"host, loading": Memory(load), **running} if d.gpu else {}
+        # One model after the other.
+        whole = max(b * shape.count, b * d.teacher.count if d.teacher else 0, _driver_loading_bytes(d))
+        return {"host, loading": Memory({"weights": whole}), **running} if d.gpu else {}
     ranks, engines = min(d.learners, per_node), min(d.engines, max(1, per_node // d.tensor_parallel))
     one_node = per_node >= (d.learners if d.colocated else d.learners + d.engines * d.tensor_parallel)
     load = {"pages of files": b * shape.count}
@@ -368,6 +375,8 @@ def on_each_host(d: Demand, per_node: int, host_bytes: int = 0) -> dict[str, Mem
         shared = 1 if d.teacher_has_adapters else d.shards
         copies = 1 if d.gpu and not d.teacher_has_adapters else ranks / shared
         load["teacher"] = int(b * d.teacher.count * copies)
+    if d.gpu and (driver := _driver_loading_bytes(d)):
+        load["model of the driver"] = driver
     learning = {"checkpoint": b * shape.count * ranks // d.learners if d.trained is None else 4 * d.trained}
     learning |= {f"{name} of {ranks} ranks": ranks * size for name, size in _on_host(d).items()}
     learning |= _driver_parts(d, "host") if d.gpu else _driver_parts(d, "device")

@@ -21,8 +21,9 @@ LOG2_E = 1.0 / math.log(2.0)
 PREFILL_ROWS = 128
 """Query rows (tokens x heads of a group) of one prefill program."""
 DECODE_SPLITS = {16: 1, 8: 1, 4: 8}
+"""Parts of the keys, and the most programs per processor with them, as measured on an H200."""
 PREFILL_SPLITS = {8: 2, 4: 2, 2: 2}
-"""Parts of the keys, and the most programs per processor with them. Those of decoding were measured on an H200."""
+"""The same for prefill; not measured yet."""
 
 
 @triton.jit
@@ -278,8 +279,7 @@ def decode_attention(
         BLOCK_LENGTH=32 if wide else 64,
         SPLITS=splits,
         WIDTH=width,
-        num_warps=8 if block_group >= 128 else 4,
-        num_stages=2 if wide or head_dim > 128 else 3,
+        **decode_launch(block_group, head_dim, keys.dtype),
         **CHAINED,
     )
     if splits > 1:
@@ -287,6 +287,15 @@ def decode_attention(
             partial_out, partial_stats, out, HEAD_DIM=head_dim, SPLITS=splits, num_warps=1, **CHAINED
         )
     return out
+
+
+def decode_launch(block_group: int, head_dim: int, dtype: torch.dtype) -> dict[str, int]:
+    """Return the warps and stages of a decode program with so many query rows.
+
+    Three stages are faster, but keep one more block of keys and values in shared memory.
+    """
+    needs_space = dtype.itemsize == 4 or head_dim > 128 or block_group > 128
+    return {"num_warps": 8 if block_group >= 128 else 4, "num_stages": 2 if needs_space else 3}
 
 
 def num_splits(num_programs: int, num_processors: int, limits: dict[int, int]) -> int:
