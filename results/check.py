@@ -18,10 +18,11 @@ from pathlib import Path
 from check_a import real_model, smollm2, training_of_smollm2
 from check_b import deciding, far_rooms, smollm2_horizons, two_tasks, when_it_helps
 from check_c import ablations, claim_c
+from check_d import paper_table, real_sizes
 from page_numbers import ROOT, Pages, read_pages
 
 SETTINGS = (
-    "| model | Qwen2.5-3B and 7B, instruction-tuned | Qwen2.5-Coder-1.5B-Instruct; SmolLM2-135M-Instruct; 1M to 25M",
+    "| trained model | Qwen2.5-3B and 7B, instruction-tuned | Qwen2.5-Coder-1.5B-Instruct; SmolLM2-135M-Instruct;",
     "| 350 planned; collapse from about 125 |",
     "| 5 → 8 → 10 to 10 → 20 → 30 |",
     "| KL term | 0.001 |",
@@ -44,7 +45,7 @@ def settings(pages: Pages) -> None:
 CHECKS: tuple[Callable[[Pages], None], ...] = (
     *(settings, real_model, smollm2, training_of_smollm2),
     *(two_tasks, deciding, far_rooms, smollm2_horizons, when_it_helps),
-    *(claim_c, ablations),
+    *(claim_c, ablations, real_sizes, paper_table),
 )
 
 

@@ -122,9 +122,11 @@ def draw_success(
     draw_legend(axes)
 
 
-def draw_turns(axes: Any, evaluated: Sequence[Record], arms: Sequence[tuple[str, str]]) -> None:
+def draw_turns(
+    axes: Any, evaluated: Sequence[Record], arms: Sequence[tuple[str, str]], colours: Mapping[str, str] = SIZE_COLOURS
+) -> None:
     """Draw success against turns by size (claim C), with bars from the lowest to the highest seed."""
-    for size, colour in SIZE_COLOURS.items():
+    for size, colour in colours.items():
         for arm, style in arms:
             records = [r for r in evaluated if r["arm"] == f"{arm} {size}"]
             if records:

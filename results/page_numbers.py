@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 import math
 import random
 import re
@@ -38,6 +39,12 @@ def load(study: str) -> list[Record]:
     return [json.loads(path.read_text()) for path in sorted((RESULTS / study).glob("*.json"))]
 
 
+def load_lines(study: str, name: str) -> list[dict[str, Any]]:
+    """Return the episodes of `<name>.jsonl.xz`."""
+    with lzma.open(RESULTS / study / f"{name}.jsonl.xz", "rt", encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
 def mean(values: Iterable[float]) -> float:
     numbers = list(values)
     return math.fsum(numbers) / len(numbers)
@@ -47,13 +54,17 @@ def item_rates(record: dict[str, Any], turns: int) -> Rates:
     return {item: mean(map(int, outcomes)) for item, outcomes in record["outcomes"][str(turns)].items()}
 
 
-def best_of(record: dict[str, Any], turns: int, k: int) -> float:
-    """Return the chance that one of k samples drawn without replacement succeeds, mean over items."""
-    chances = []
-    for outcomes in record["outcomes"][str(turns)].values():
+def best_of_by_item(record: dict[str, Any], turns: int, k: int) -> Rates:
+    """Return each item's chance that one of k samples drawn without replacement succeeds."""
+    chances = {}
+    for item, outcomes in record["outcomes"][str(turns)].items():
         failures = outcomes.count("0")
-        chances.append(1 - math.comb(failures, k) / math.comb(len(outcomes), k))
-    return mean(chances)
+        chances[item] = 1 - math.comb(failures, k) / math.comb(len(outcomes), k)
+    return chances
+
+
+def best_of(record: dict[str, Any], turns: int, k: int) -> float:
+    return mean(best_of_by_item(record, turns, k).values())
 
 
 def wilson(rates: Sequence[float], episodes: int) -> tuple[float, float]:

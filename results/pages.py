@@ -10,7 +10,9 @@ import re
 import textwrap
 from pathlib import Path
 
+import paper_page
 import qwen_page
+import real_sizes
 
 RESULTS = Path(__file__).resolve().parent
 ROOT = RESULTS.parent
@@ -40,7 +42,7 @@ def _rewrapped(paragraph: str) -> str:
 def current(results: Path = RESULTS) -> dict[str, str]:
     """Return the text that each page should have, by its path from the project's folder."""
     model = qwen_page.read(results)
-    parts = qwen_page.texts(model)
+    parts = qwen_page.texts(model) | paper_page.texts(results) | real_sizes.texts(real_sizes.read(results))
     pages = {name: filled((ROOT / name).read_text(encoding="utf-8"), parts) for name in PAGES}
     readme = (ROOT / README).read_text(encoding="utf-8")
     caption, sentence = qwen_page.readme_caption(model), qwen_page.readme_sentence(model)

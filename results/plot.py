@@ -19,6 +19,7 @@ import collapse
 import pages
 import paper
 import qwen_page
+import real_sizes
 from figures import (
     ARMS,
     HORIZONS,
@@ -287,7 +288,7 @@ def real_model(task: str, records: list[Record], out: Path) -> list[str]:
     return [*lines, "", "Behaviour in training, by stage:", "", *paper.behaviour_table(records, task)]
 
 
-def real_sizes(records: list[Record], out: Path) -> list[str]:
+def tables_of_real_sizes(records: list[Record], out: Path) -> list[str]:
     return paper.interaction_tables(records)
 
 
@@ -297,7 +298,7 @@ def collapse_study(records: list[Record], out: Path) -> list[str]:
 
 STUDIES: dict[str, tuple[str, Callable[[list[Record], Path], list[str]]]] = {
     **{f"qwen-{task}": (f"{title_of(task)} with Qwen2.5-Coder-1.5B", partial(real_model, task)) for task in paper.QWEN},
-    "qwen-interaction": ("Claim C with real models: turns and parameters", real_sizes),
+    "qwen-interaction": ("Claim C with real models: turns and parameters", tables_of_real_sizes),
     "collapse": ("Claim B where collapse can happen", collapse_study),
     "rl-over-base": ("Claim A: RL over its base model", rl_over_base),
     "staged-horizon": ("Claim B: horizons", horizons),
@@ -333,6 +334,8 @@ def main() -> None:
         print(f"{name}: {'drawn' if draw_claim(records, options.out / name) else 'not drawn, no results yet'}")
     drawn = qwen_page.draw(qwen_page.read(options.results), options.out / qwen_page.PICTURE)
     print(f"{qwen_page.PICTURE}: {'drawn' if drawn else 'not drawn, no results yet'}")
+    drawn = real_sizes.draw(real_sizes.read(options.results), options.out / real_sizes.PICTURE)
+    print(f"{real_sizes.PICTURE}: {'drawn' if drawn else 'not drawn, no results yet'}")
     if options.results.resolve() == pages.RESULTS:
         pages.write()
     if text:

@@ -16,6 +16,7 @@ sys.path.insert(0, str(ROOT / "results"))
 import check  # noqa: E402
 import check_a  # noqa: E402
 import check_c  # noqa: E402
+import check_d  # noqa: E402
 import oracle  # noqa: E402
 import page_numbers  # noqa: E402
 import pages as generated_pages  # noqa: E402
@@ -55,7 +56,7 @@ def write_seeds(folder: Path, count: int) -> Path:
 
 
 def test_the_check_uses_the_standard_library_only() -> None:
-    own = {"check", "check_a", "check_b", "check_c", "page_numbers"}
+    own = {"check", "check_a", "check_b", "check_c", "check_d", "page_numbers"}
     for name in own:
         tree = ast.parse((ROOT / f"results/{name}.py").read_text())
         imported = {a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}
@@ -80,6 +81,25 @@ def test_a_changed_number_or_sentence_is_found() -> None:
     check_c.ablations(changed)
     assert any("has 42.4" in failure for failure in changed.failures)
     assert any(failure.startswith("not on the pages: | anchor states") for failure in changed.failures)
+
+
+@pytest.mark.parametrize(
+    ("page", "right", "wrong"),
+    [
+        (EVIDENCE, "| BabyAI: Qwen2.5-Coder-1.5B | 11.1% |", "| BabyAI: Qwen2.5-Coder-1.5B | 11.2% |"),
+        (EVIDENCE, "| 8.7e-18 | 43% |", "| 8.7e-18 | 44% |"),
+        (EVIDENCE, "base | 2.0% (1–4) | 20.6%", "base | 2.0% (1–4) | 20.7%"),
+        (DETAILS, "would be about 17.5%", "would be about 17.6%"),
+        (DETAILS, "| MuSiQue | 100 | 0 |", "| MuSiQue | 100 | 1 |"),
+    ],
+)
+def test_a_changed_number_of_untrained_models_is_found(page: str, right: str, wrong: str) -> None:
+    texts = page_numbers.read_pages()
+    assert right in texts[page]
+    pages = page_numbers.Pages(texts | {page: texts[page].replace(right, wrong)})
+    check_d.real_sizes(pages)
+    check_d.paper_table(pages)
+    assert len(pages.failures) == 1
 
 
 def test_every_place_of_a_number_is_checked_and_a_new_number_is_uncovered() -> None:

@@ -1,0 +1,99 @@
+"""The paper's table as far as it has records, and the text that results/pages.py puts into pages."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from jobs import RANDOM
+from paper import ROWS, SCENARIOS, by_task_and_arm, kinds_table, main_table, mean_item_rates
+from qwen_page import wrapped
+from qwen_studies import QWEN
+from real_sizes import signed
+from records import Record, evaluations_of, read_records, turns_of
+from tables import holm
+
+from agentgym_rl.evaluation.statistics import mean_interval, sign_flip_test
+
+METRICS = {
+    "textcraft": "the goal is crafted",
+    "babyai": "the mission is done",
+    "searchqa": "exact match of the answer, after normalisation",
+    "sciworld": "score 100",
+    "webarena": "the site's own check",
+}
+"""What counts as a success."""
+
+
+def read(results: Path) -> list[Record]:
+    return [r for task in QWEN for r in evaluations_of(read_records(results, f"qwen-{task}"))]
+
+
+def scenarios_table(records: Sequence[Record]) -> list[str]:
+    """Return items, turns, samples and metric of each scenario."""
+    groups = by_task_and_arm(records)
+    lines = ["| scenario | items | turns | samples an item | success |", "|---|---|---|---|---|"]
+    for task in QWEN:
+        evaluated = [r for (t, _), group in groups.items() if t == task for r in group]
+        if not evaluated:
+            continue
+        subsets = evaluated[0]["config"]["tasks"]
+        items = f"{sum(subset['items'] for subset in subsets)}"
+        if absent := [subset["name"] for subset in subsets if not subset["items"]]:
+            items += f", no {' or '.join(absent)}"
+        turns = sorted({turns_of(r)[-1] for r in evaluated})
+        samples = sorted({r["config"]["samples"] for r in evaluated})
+        cells = (SCENARIOS[task], items, *(", ".join(map(str, numbers)) for numbers in (turns, samples)))
+        lines.append(f"| {' | '.join(cells)} | {METRICS[task]} |")
+    return lines
+
+
+def base_against_random(records: Sequence[Record]) -> str:
+    """Return base less random play on each scenario that has both."""
+    groups = by_task_and_arm(records)
+    compared: dict[str, list[float]] = {}
+    for task in QWEN:
+        if (task, "base") in groups and (task, RANDOM) in groups:
+            base, chance = (mean_item_rates(groups[task, arm]) for arm in ("base", RANDOM))
+            compared[task] = [base[item] - chance[item] for item in sorted(base)]
+    adjusted = holm([sign_flip_test(d) for d in compared.values()])
+    parts = []
+    for (task, d), p in zip(compared.items(), adjusted, strict=True):
+        low, high = mean_interval(d)
+        gap = f"{signed(statistics.fmean(d))} ({signed(low)} to {signed(high)}"
+        parts.append(f"{SCENARIOS[task]} {gap}, p = {p:.2g})")
+    return f"- Base less random play on the same items, in points: {'; '.join(parts)}. p is exact, after Holm."
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return `A, B and C`."""
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def missing(records: Sequence[Record]) -> str:
+    """Return the rows, columns and cells of the table that have no record."""
+    groups = by_task_and_arm(records)
+    names = {task: SCENARIOS[task].partition(",")[0] for task in QWEN}
+    columns = [task for task in QWEN if any(t == task for t, _ in groups)]
+    rows = [arm for arm in ROWS if any((task, arm) in groups for task in columns)]
+    gaps = {arm: [names[task] for task in columns if (task, arm) not in groups] for arm in rows}
+    parts = {
+        "rows": [title for arm, title in ROWS.items() if arm not in rows],
+        "columns": [name for task, name in names.items() if task not in columns],
+        "cells": [f"{ROWS[arm]} on {listed(absent)}" for arm, absent in gaps.items() if absent],
+    }
+    return " ".join(["-", *(f"Missing {kind}: {'; '.join(absent)}." for kind, absent in parts.items() if absent)])
+
+
+def texts(results: Path) -> dict[str, str]:
+    """Return the generated parts of docs/results by name."""
+    records = read(results)
+    if not records:
+        return {"paper-table": "", "paper-kinds": ""}
+    lines = [*main_table(records), "", *scenarios_table(records), "", base_against_random(records), missing(records)]
+    kinds: list[str] = []
+    for task in QWEN:
+        if task != "textcraft" and any(r["task"] == task for r in records):
+            kinds += [f"{SCENARIOS[task]}:", "", *kinds_table(records, task), ""]
+    return {"paper-table": "\n".join(map(wrapped, lines)), "paper-kinds": "\n".join(kinds).rstrip()}

@@ -1,0 +1,128 @@
+"""Claim C with real models before RL and the paper's table, from made-up records: gains, endings, missing parts."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "results"))
+import check_d  # noqa: E402
+import paper_page  # noqa: E402
+import real_sizes  # noqa: E402
+
+TURNS = (2, 4, 8, 16, 32)
+
+
+def episode(item: int, solved_at: int = 0, stop: str = "max_turns", turns: int = 32) -> dict[str, Any]:
+    """Return the line of an episode that is solved in a turn, or ends otherwise after `turns` replies."""
+    length = solved_at or turns
+    rewards = [0.0] * (length - 1) + [float(bool(solved_at))]
+    fields = {"item": f"babyai/{item}", "actions": ["turn left"] * length, "states": [0] * length, "refused": []}
+    return {**fields, "rewards": rewards, "stop": "done" if solved_at else stop}
+
+
+def write_agent(folder: Path, task: str, arm: str, rows: list[dict[str, Any]]) -> None:
+    outcomes = {str(t): {r["item"]: _outcome(r, t) * 4 for r in rows} for t in TURNS}
+    cell = {"sampled_tokens": 10.0, "prompt_tokens": 20.0}
+    results = [{"max_turns": t, "scenarios": {"X": cell}} for t in TURNS]
+    config = {"samples": 4, "max_new_tokens": 128, "tasks": [{"max_context": 4096}]}
+    job = f"turns-{task}-{arm.replace(' ', '-')}"
+    record = {"job": job, "arm": arm, "task": task, "seed": 0, "outcomes": outcomes, "results": results}
+    record |= {"config": config, "behaviour": {"loops": 0.5, "refused": 0.25}}
+    (folder / f"{job}.json").write_text(json.dumps(record))
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / f"{job}.actions.jsonl.xz").write_bytes(lzma.compress(lines.encode()))
+
+
+def _outcome(row: dict[str, Any], turns: int) -> str:
+    return str(int(sum(row["rewards"]) > 0 and len(row["actions"]) <= turns))
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    """Return a folder of records: random play gains eight of ten items from 4 to 32 turns, the larger model two."""
+    study = tmp_path / real_sizes.STUDY
+    study.mkdir()
+    for task in real_sizes.TASKS:
+        write_agent(study, task, "random play", [episode(n, solved_at=4 if n < 2 else 20) for n in range(10)])
+        write_agent(study, task, "base 135M", [episode(n, stop="length", turns=1) for n in range(10)])
+        write_agent(study, task, "base 0.5B", [episode(n, stop="max_context", turns=10 + n) for n in range(10)])
+        large = [episode(0, solved_at=4), episode(1, solved_at=6), episode(2, solved_at=32)]
+        write_agent(study, task, "base 1.5B", [*large, *(episode(n) for n in range(3, 10))])
+    return tmp_path
+
+
+def test_the_gain_from_turns_is_less_random_plays_own(results: Path) -> None:
+    model = real_sizes.read(results)
+    assert model is not None
+    compared = real_sizes.by_name(model)
+    gain, p = compared["babyai", "1.5B: from 4 to 32 turns, less random play's gain"]
+    assert gain.points == "−60.0"
+    assert gain.p <= p <= 1
+    text = " ".join(real_sizes.texts(model)["sizes"].split())
+    assert "the untrained 0.5B model gains 0.0 points and the 1.5B model 20.0; random play gains 80.0" in text
+    assert f"p over all {len(compared)} comparisons" in text
+
+
+def test_endings_count_up_to_a_turn(results: Path) -> None:
+    model = real_sizes.read(results)
+    assert model is not None
+    rows = model.episodes["babyai", "0.5B"]
+    assert [real_sizes.ended(rows, "max_context", turns) for turns in (9, 10, 16, 32)] == [0, 10, 70, 100]
+    row = next(line for line in real_sizes.table(model) if line.startswith("| BabyAI: SmolLM2-135M"))
+    assert row.endswith("|  |  | 0% | 100% |"), "no comparison of a model that never answers"
+
+
+def test_lack_of_context_is_lifted_by_kaplan_meier() -> None:
+    rows = [episode(0, solved_at=2), episode(1, stop="max_context", turns=5), episode(2, solved_at=8), episode(3)]
+    assert real_sizes.without_context_limit(rows) == pytest.approx(100 * (1 - 3 / 4 * 1 / 2))
+    assert check_d.without_context(rows) == pytest.approx(real_sizes.without_context_limit(rows))
+    cut = [*rows[:1], episode(1, stop="length", turns=5), *rows[2:]]
+    assert real_sizes.without_context_limit(cut) == pytest.approx(50), "a cut reply is a failure, not a limit"
+
+
+def test_the_picture_and_the_second_evaluation_need_their_records(results: Path, tmp_path: Path) -> None:
+    model = real_sizes.read(results)
+    assert model is not None
+    assert "second evaluation" not in real_sizes.texts(model)["sizes"]
+    assert real_sizes.draw(model, tmp_path / "sizes.png")
+    assert (tmp_path / "sizes.png").stat().st_size > 10_000
+    assert not real_sizes.draw(None, tmp_path / "none.png")
+
+
+def test_a_study_without_all_models_has_no_text(results: Path) -> None:
+    next((results / real_sizes.STUDY).glob("*base-1.5B.json")).unlink()
+    assert real_sizes.read(results) is None
+    assert real_sizes.texts(None) == {"sizes": "", "sizes-details": ""}
+
+
+def suite_record(arm: str, task: str, success: str) -> dict[str, Any]:
+    outcomes = {"20": {f"{task}/{n}": success for n in range(8)}}
+    subsets = [{"name": "known", "items": 8}, {"name": "absent", "items": 0}]
+    cells = {"X/known": {"items": 8, "episodes": 16, "success": {"value": 0.5}}, "X/absent": None}
+    config = {"samples": 2, "tasks": subsets}
+    results = [{"max_turns": 20, "tasks": cells}]
+    return {"arm": arm, "task": task, "seed": 0, "outcomes": outcomes, "config": config, "results": results}
+
+
+def test_the_papers_table_names_what_has_no_record(tmp_path: Path) -> None:
+    for arm, task, success in (("random play", "babyai", "11"), ("base", "babyai", "01"), ("base", "sciworld", "00")):
+        folder = tmp_path / f"qwen-{task}"
+        folder.mkdir(exist_ok=True)
+        (folder / f"{arm}.json").write_text(json.dumps(suite_record(arm, task, success)))
+    texts = paper_page.texts(tmp_path)
+    table = texts["paper-table"].splitlines()
+    assert table[0] == "| success | BabyAI | SciWorld |"
+    assert table[2].endswith(" |  |"), "random play did not play SciWorld"
+    assert "| BabyAI | 8, no absent | 20 | 2 | the mission is done |" in table
+    plain = " ".join(texts["paper-table"].split())
+    assert "BabyAI −50.0 (−50.0 to −50.0, p = 0.0078). p is exact" in plain
+    assert "Missing columns: TextCraft; Deep search; Web. Missing cells: random play on SciWorld." in plain
+    assert "| known | 8 | 50 | 50 |" in texts["paper-kinds"]
+    assert paper_page.texts(tmp_path / "nothing") == {"paper-table": "", "paper-kinds": ""}
