@@ -6,12 +6,12 @@ import json
 import re
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from judge_for_tests import judge_server
 from runs_for_tests import Process
+from studies_for_tests import run_small
 from test_recipes import TINY_QWEN
 from transformers import AutoTokenizer
 
@@ -21,7 +21,6 @@ from agentgym_rl.run.log import read_metrics
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "results"))
 import studies  # noqa: E402
-import study  # noqa: E402
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -60,22 +59,7 @@ def test_a_student_learns_from_adapters_of_a_larger_model(tiny_qwen: Path, tmp_p
 
 
 def test_distillation_goes_from_the_teacher_to_records_without_paths(tiny_qwen: Path, tmp_path: Path) -> None:
-    """The runner starts the jobs as they are, with small settings behind theirs."""
-    small = {
-        "train": (*TINY_QWEN["all"], *TINY_QWEN["rl"], "rl.token_budget=0", "model.chat_template=chatml"),
-        "eval": ("--limit", "1", "--samples", "1", "--turns", "2", "--max-new-tokens", "8", "--dtype", "float32"),
-    }
-    jobs = [
-        replace(
-            job, arguments=(*job.arguments, *small[job.kind], *(("--chat-template", "chatml") * ("base" in job.name)))
-        )
-        for job in studies.distillation("textcraft", [0])
-    ]
-    models = study.pretrained_models([str(tiny_qwen), f"0.5B={tiny_qwen}"])
-    teachers = study.Study("teachers", jobs, tmp_path / "work", tmp_path / "results", "cpu", models)
-    assert study.run([teachers], jobs=2, limit_s=800.0) == 0
-    written = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "results" / "teachers").glob("*.json")}
-    assert written.keys() == {job.name for job in jobs}
+    written = run_small("teachers", studies.distillation("textcraft", [0]), tiny_qwen, tmp_path)
     for arm in ("staged", "fixed-long"):
         student = written[f"distill-{arm}-textcraft-0"]
         assert student["config"]["rl"]["distill"]["teacher"] == "{qwen-lora-textcraft-0}"
