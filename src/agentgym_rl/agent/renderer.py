@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from jinja2.exceptions import TemplateError
 
+from agentgym_rl.agent.observation_frame import ObservationFrames
 from agentgym_rl.agent.probes import TEXT_PROBE, TOOL, TOOL_PROBE, RewrittenHistory, probe_conversations, require_prefix
 from agentgym_rl.agent.segments import match_segment
 from agentgym_rl.agent.templates import TOOL_USE, resolve_template, template_advice
@@ -80,6 +81,7 @@ class Renderer:
         self._template = self._find_template(chat_template)
         special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
         self._control = re.compile("|".join(re.escape(t) for t in sorted(special, key=len, reverse=True)) or "(?!)")
+        self._frames: ObservationFrames | None = None
         self._no_tools: list[Any] | None = None
         try:
             self._apply_template(_START, True, ())
@@ -104,6 +106,7 @@ class Renderer:
                 self.linear = thoughts == "keep"
             elif not self._is_stable_when_folded():
                 raise
+        self._frames = ObservationFrames(self._template, self._render_follow_up)
 
     def prompt(self, messages: list[Message], tools: Tools = ()) -> list[int]:
         """Return the ids of a conversation before a reply, with the generation prompt."""
@@ -408,6 +411,12 @@ class Renderer:
         return self.encode(self._follow_up_text(observation, generation_prompt))[1:]
 
     def _follow_up_text(self, observation: str, generation_prompt: bool = True) -> str:
+        frame = self._frames.find(generation_prompt, observation) if self._frames is not None else None
+        if frame is None:
+            return self._render_follow_up(observation, generation_prompt)
+        return f"{frame[0]}{self._split_control_tokens(observation)}{frame[1]}"
+
+    def _render_follow_up(self, observation: str, generation_prompt: bool) -> str:
         messages = [*_START, Message("assistant", _REPLY_MARKER), Message("user", observation)]
         text = self._render(messages, generation_prompt)
         return text[text.index(_REPLY_MARKER) + len(_REPLY_MARKER) :]

@@ -14,7 +14,7 @@ def make_move(level: Any, move: Move) -> bool | None:
         return bool(reward > 0) if terminated or truncated else None
     level.step_count += 1
     if move is Move.FORWARD:
-        x, y = _front(level)
+        x, y = front_of(level)
         thing = level.grid.grid[y * level.grid.width + x]
         if thing is None or thing.can_overlap():
             level.agent_pos = (x, y)
@@ -28,10 +28,10 @@ def make_move(level: Any, move: Move) -> bool | None:
 
 def verify_go_to(instruction: Any, action: int) -> str:
     """Return the state of minigrid's GoToInstr after a move: whether the agent faces a target."""
-    return "success" if _front(instruction.env) in instruction.desc.obj_poss else "continue"
+    return "success" if front_of(instruction.env) in instruction.desc.obj_poss else "continue"
 
 
-def _front(level: Any) -> tuple[int, int]:
+def front_of(level: Any) -> tuple[int, int]:
     """Return the cell in front of the agent."""
     (x, y), (ahead_x, ahead_y) = level.agent_pos, DIRECTIONS[level.agent_dir]
     return int(x) + ahead_x, int(y) + ahead_y

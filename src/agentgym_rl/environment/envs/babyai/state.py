@@ -6,6 +6,8 @@ import hashlib
 from collections.abc import Iterator
 from typing import Any
 
+from agentgym_rl.environment.envs.babyai.moves import front_of
+
 
 class StateKeys:
     """Keys of the states of one level: the grid, the agent, the carried object and the mission's progress.
@@ -15,30 +17,36 @@ class StateKeys:
 
     def __init__(self, level: Any) -> None:
         self._level = level
-        self._things = ""
-        """Cell and appearance of everything in the grid but walls."""
+        cells = enumerate(level.grid.grid)
+        self._things = {cell: thing for cell, thing in cells if thing is not None and thing.type != "wall"}
+        """Everything in the grid but walls, which never change, by cell."""
+        self._appearances = ""
         self._targets: list[str] = []
         """Positions of the objects that each part of the mission depends on."""
         self._has_changed = True
 
     def grid_changed(self) -> None:
-        """Read the grid again for the next key. Call it after every move except turns and steps."""
+        """Read the cell in front of the agent again. Call it after every move except turns and steps."""
+        grid, (x, y) = self._level.grid, front_of(self._level)
+        cell = y * grid.width + x
+        self._things.pop(cell, None)
+        if grid.grid[cell] is not None and grid.grid[cell].type != "wall":
+            self._things[cell] = grid.grid[cell]
         self._has_changed = True
 
     def key(self) -> str:
         level = self._level
         if self._has_changed:
-            self._read_grid()
+            self._read_things()
         agent = [int(level.agent_pos[0]), int(level.agent_pos[1]), int(level.agent_dir)]
         progress = self._progress(level.instrs, iter(self._targets))
-        text = f"[{agent}, {_appearance(level.carrying)}, {self._things}, {progress}]"
+        text = f"[{agent}, {_appearance(level.carrying)}, {self._appearances}, {progress}]"
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
-    def _read_grid(self) -> None:
+    def _read_things(self) -> None:
         level = self._level
-        cells = enumerate(level.grid.grid)
-        things = [(cell, thing) for cell, thing in cells if thing is not None and thing.type != "wall"]
-        self._things = str([(cell, _appearance(thing)) for cell, thing in things])
+        things = sorted(self._things.items())
+        self._appearances = str([(cell, _appearance(thing)) for cell, thing in things])
         place_of = {id(thing): cell for cell, thing in things}
         if level.carrying is not None:
             place_of[id(level.carrying)] = -1
