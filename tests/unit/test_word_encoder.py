@@ -9,7 +9,7 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from agentgym_rl.agent.word_encoder import _MAX_WORDS, WordEncoder
+from agentgym_rl.agent.word_encoder import _MAX_WORDS, TokenTexts, WordEncoder
 
 CONTRACTIONS = "'s|'t|'re|'ve|'m|'ll|'d"
 WORDS = {
@@ -108,3 +108,18 @@ def test_known_words_need_no_tokenizer_and_their_number_is_bounded() -> None:
         encoder.encode(" ".join(f"x{number}" for number in range(start, start + 1000)))
     assert len(encoder._later) <= _MAX_WORDS + 1000
     assert encoder.encode(SENTENCES[0]) == tokenizer.encode(SENTENCES[0], add_special_tokens=False)
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_tokens_have_the_text_of_the_whole(words: str) -> None:
+    tokenizer, choose = tokenizer_with(words, AddedToken("<note>", special=False)), random.Random(2)
+    if words == "metaspace":
+        tokenizer.backend_tokenizer.decoder = decoders.Metaspace()
+    backend = tokenizer.backend_tokenizer
+    token_texts = TokenTexts(backend)
+    size = backend.get_vocab_size()
+    replies = [choose.choices(range(size + 2), k=choose.randrange(12)) for _ in range(300)]
+    replies += [backend.encode(text).ids for text in SENTENCES]
+    for token_ids in replies:
+        assert token_texts.decode(token_ids) == backend.decode(token_ids, skip_special_tokens=True)
+    assert bool(token_texts) == (words != "metaspace")

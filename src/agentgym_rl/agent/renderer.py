@@ -27,7 +27,7 @@ from agentgym_rl.agent.probes import TEXT_PROBE, TOOL, TOOL_PROBE, RewrittenHist
 from agentgym_rl.agent.segments import match_segment
 from agentgym_rl.agent.templates import TOOL_USE, resolve_template, template_advice
 from agentgym_rl.agent.tool_parsers import PARSERS, Parsed
-from agentgym_rl.agent.word_encoder import WordEncoder, backend_of
+from agentgym_rl.agent.word_encoder import TokenTexts, WordEncoder, backend_of
 from agentgym_rl.common.chat_messages import to_openai, with_answers_of_the_user
 from agentgym_rl.common.thoughts import CLOSE, OPEN, without_thought
 from agentgym_rl.errors import ConfigError
@@ -67,7 +67,7 @@ class Renderer:
     ) -> None:
         self.tokenizer = tokenizer
         self._backend = backend_of(tokenizer)
-        self._words = WordEncoder(tokenizer, self._backend)
+        self._words, self._token_texts = WordEncoder(tokenizer, self._backend), TokenTexts(self._backend)
         self._template_kwargs = template_kwargs
         # A byte-level token has one character per byte, so at least as many as its text. Plus one for the space between
         # words, which belongs to no token in a vocabulary of words.
@@ -231,7 +231,7 @@ class Renderer:
         """Return a reply's text for the environment, without special and end-of-turn tokens."""
         kept = [token for token in token_ids if token not in self.stop_token_ids]
         if self._backend is not None:
-            return str(self._backend.decode(kept, skip_special_tokens=True))
+            return self._token_texts.decode(kept)
         return str(self.tokenizer.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def _is_backend_plain(self) -> bool:

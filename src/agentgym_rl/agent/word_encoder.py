@@ -1,4 +1,4 @@
-"""Encodes texts word by word and remembers the words, with the ids of the whole text.
+"""Encodes texts word by word and remembers the words, with the ids of the whole text. Decodes tokens likewise.
 
 Byte-level tokenizers divide a text into words before they look for tokens, and in theirs a space only starts a word. So
 a text has the ids of its words one after the other. Observations repeat words, and a lookup takes a fraction of the
@@ -106,6 +106,27 @@ class WordEncoder:
             if learned != whole or self.encode(text) != whole:
                 return False
         return self._is_exact
+
+
+class TokenTexts(dict[int, str]):
+    """Texts of tokens, without special ones. If all of a text is ASCII, a byte-level tokenizer's text is theirs."""
+
+    def __init__(self, backend: Any) -> None:
+        super().__init__()
+        self._backend = backend
+        self._joins = backend is not None and type(backend.decoder).__name__ == "ByteLevel"
+
+    def __missing__(self, token: int) -> str:
+        text = self[token] = str(self._backend.decode([token], skip_special_tokens=True))
+        return text
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Return the text of `token_ids`."""
+        if self._joins:
+            text = "".join(map(self.__getitem__, token_ids))
+            if text.isascii():
+                return text
+        return str(self._backend.decode(token_ids, skip_special_tokens=True))
 
 
 def backend_of(tokenizer: Any) -> Any:
