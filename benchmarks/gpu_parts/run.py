@@ -66,6 +66,8 @@ PARTS = {
     "minigrid/": "environment",
     "gymnasium/": "environment",
     "agent/renderer": "render",
+    "agent/word_encoder": "render",
+    "agent/observation_frame": "render",
     "jinja2/": "render",
     "transformers/tokenization": "render",
     "transformers/utils/chat_template": "render",

@@ -7,13 +7,29 @@ import random
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from types import MethodType
+from typing import Any
 
+import numpy
 import pytest
 
 from agentgym_rl.environment.base import HasActions, HasOracle, HasRender, HasStateKey
 from agentgym_rl.environment.envs.babyai import BabyAI
-from agentgym_rl.environment.envs.babyai.field_of_view import HALF, SIZE, look
-from agentgym_rl.environment.envs.babyai.levels import LEVELS, minigrid_levels
+from agentgym_rl.environment.envs.babyai.field_of_view import (
+    AGENT_CELL,
+    AHEAD,
+    FACING,
+    HALF,
+    NUM_CELLS,
+    SIZE,
+    START,
+    Move,
+    Paths,
+    look,
+)
+from agentgym_rl.environment.envs.babyai.levels import LEVELS, _generate, fresh_level, minigrid_levels
+from agentgym_rl.environment.envs.babyai.moves import make_move
+from agentgym_rl.environment.envs.babyai.state import StateKeys
 from agentgym_rl.errors import EnvError
 
 NUMBERS = {name: number for number, (name, _, _) in enumerate(LEVELS)}
@@ -155,6 +171,72 @@ def test_sight_agrees_with_minigrid(env: BabyAI) -> None:
             assert bool(mask[side + HALF, SIZE - 1 - forward]) == seen
             compared += 1
     assert compared == 40 * SIZE * SIZE
+
+
+def shortest_moves(free: list[bool], cell: int) -> tuple[Move, ...] | None:
+    """Return the shortest moves to face `cell`, and of equally short ones those to the pose with the lowest number."""
+    moves_to: dict[int, tuple[Move, ...]] = {START: ()}
+    queue = [START]
+    for pose in queue:
+        steps = [(pose & ~3 | (pose + 3) & 3, Move.LEFT), (pose & ~3 | (pose + 1) & 3, Move.RIGHT)]
+        if AHEAD[pose] >= 0 and free[AHEAD[pose]]:
+            steps.insert(0, (AHEAD[pose] * 4 | pose & 3, Move.FORWARD))
+        for following, move in steps:
+            if following not in moves_to:
+                moves_to[following] = (*moves_to[pose], move)
+                queue.append(following)
+    reached = [(len(moves_to[pose]), pose) for pose in FACING[cell] if pose in moves_to]
+    return moves_to[min(reached)[1]] if reached else None
+
+
+def test_paths_are_the_shortest_whatever_was_asked_before() -> None:
+    choose = random.Random(0)
+    found = 0
+    for _ in range(60):
+        free = [cell == AGENT_CELL or choose.random() < 0.6 for cell in range(NUM_CELLS)]
+        paths = Paths(sum(1 << cell for cell in range(NUM_CELLS) if free[cell]))
+        for cell in choose.choices(range(NUM_CELLS), k=12):
+            expected = shortest_moves(free, cell)
+            assert paths.to_face(cell) == expected
+            found += expected is not None
+    assert 100 < found < 700
+
+
+def original_verify(instruction: Any, action: int) -> str:
+    """Minigrid's own GoToInstr.verify_action."""
+    return (
+        "success"
+        if any(numpy.array_equal(p, instruction.env.front_pos) for p in instruction.desc.obj_poss)
+        else "continue"
+    )
+
+
+def go_to_instructions(instruction: Any) -> list[Any]:
+    if hasattr(instruction, "instr_a"):
+        return go_to_instructions(instruction.instr_a) + go_to_instructions(instruction.instr_b)
+    return [instruction] if type(instruction).__name__ == "GoToInstr" else []
+
+
+def test_moves_agree_with_minigrid() -> None:
+    endings = {True: 0, False: 0}
+    for item in range(4 * len(LEVELS)):
+        ours, theirs = fresh_level(item), _generate(minigrid_levels(), item)
+        choose = random.Random(item)
+        if choose.random() < 0.3:
+            ours.max_steps = theirs.max_steps = 30
+        for instruction in go_to_instructions(theirs.instrs):
+            instruction.verify_action = MethodType(original_verify, instruction)
+        for _ in range(120):
+            move = choose.choices(list(Move), [2, 2, 6, 2, 1, 2])[0]
+            outcome = make_move(ours, move)
+            _, reward, terminated, truncated, _ = theirs.step(move)
+            assert outcome == (bool(reward > 0) if terminated or truncated else None)
+            assert StateKeys(ours).key() == StateKeys(theirs).key()
+            assert ours.step_count == theirs.step_count
+            if outcome is not None:
+                endings[outcome] += 1
+                break
+    assert min(endings.values()) >= 10
 
 
 def test_the_oracle_wins_every_level(env: BabyAI) -> None:
@@ -422,6 +504,25 @@ def test_different_states_have_different_keys(env: BabyAI) -> None:
     assert env.state_key() == held
     env.reset(item + 40)
     assert env.state_key() != start
+
+
+def test_state_keys_never_change_from_version_to_version(env: BabyAI) -> None:
+    env.reset(item_of("GoToObjS6", 0))
+    assert env.state_key() == "3:ceb7cc0ae5e83eb24193af5b87dd4bc6"
+    env.reset(4149)
+    env.step("pick up blue ball 1")
+    assert env.state_key() == "4149:9c46a6eac1c0ade152c4e5014893e6a5"
+
+
+def test_a_state_key_follows_every_change_of_the_grid(env: BabyAI) -> None:
+    for number in range(len(LEVELS)):
+        choose = random.Random(number)
+        env.reset(number + 120)
+        for _ in range(25):
+            done = env.step(choose.choice(env.actions())).done
+            assert env.state_key() == f"{number + 120}:{StateKeys(env._level).key()}"
+            if done:
+                break
 
 
 def test_state_keys_depend_on_mission_progress(env: BabyAI) -> None:

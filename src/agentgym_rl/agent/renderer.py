@@ -22,10 +22,12 @@ from typing import Any, Literal
 
 from jinja2.exceptions import TemplateError
 
+from agentgym_rl.agent.observation_frame import ObservationFrames
 from agentgym_rl.agent.probes import TEXT_PROBE, TOOL, TOOL_PROBE, RewrittenHistory, probe_conversations, require_prefix
 from agentgym_rl.agent.segments import match_segment
 from agentgym_rl.agent.templates import TOOL_USE, resolve_template, template_advice
 from agentgym_rl.agent.tool_parsers import PARSERS, Parsed
+from agentgym_rl.agent.word_encoder import TokenTexts, WordEncoder, backend_of
 from agentgym_rl.common.chat_messages import to_openai, with_answers_of_the_user
 from agentgym_rl.common.thoughts import CLOSE, OPEN, without_thought
 from agentgym_rl.errors import ConfigError
@@ -64,7 +66,8 @@ class Renderer:
         **template_kwargs: Any,
     ) -> None:
         self.tokenizer = tokenizer
-        self._backend = _backend_of(tokenizer)
+        self._backend = backend_of(tokenizer)
+        self._words, self._token_texts = WordEncoder(tokenizer, self._backend), TokenTexts(self._backend)
         self._template_kwargs = template_kwargs
         # A byte-level token has one character per byte, so at least as many as its text. Plus one for the space between
         # words, which belongs to no token in a vocabulary of words.
@@ -78,6 +81,7 @@ class Renderer:
         self._template = self._find_template(chat_template)
         special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
         self._control = re.compile("|".join(re.escape(t) for t in sorted(special, key=len, reverse=True)) or "(?!)")
+        self._frames: ObservationFrames | None = None
         self._no_tools: list[Any] | None = None
         try:
             self._apply_template(_START, True, ())
@@ -102,6 +106,7 @@ class Renderer:
                 self.linear = thoughts == "keep"
             elif not self._is_stable_when_folded():
                 raise
+        self._frames = ObservationFrames(self._template, self._render_follow_up)
 
     def prompt(self, messages: list[Message], tools: Tools = ()) -> list[int]:
         """Return the ids of a conversation before a reply, with the generation prompt."""
@@ -219,14 +224,14 @@ class Renderer:
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text` without added tokens."""
         if self._is_backend_plain():
-            return list(self._backend.encode(text, add_special_tokens=False).ids)
+            return self._words.encode(text)
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, token_ids: list[int]) -> str:
         """Return a reply's text for the environment, without special and end-of-turn tokens."""
         kept = [token for token in token_ids if token not in self.stop_token_ids]
         if self._backend is not None:
-            return str(self._backend.decode(kept, skip_special_tokens=True))
+            return self._token_texts.decode(kept)
         return str(self.tokenizer.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def _is_backend_plain(self) -> bool:
@@ -406,6 +411,12 @@ class Renderer:
         return self.encode(self._follow_up_text(observation, generation_prompt))[1:]
 
     def _follow_up_text(self, observation: str, generation_prompt: bool = True) -> str:
+        frame = self._frames.find(generation_prompt, observation) if self._frames is not None else None
+        if frame is None:
+            return self._render_follow_up(observation, generation_prompt)
+        return f"{frame[0]}{self._split_control_tokens(observation)}{frame[1]}"
+
+    def _render_follow_up(self, observation: str, generation_prompt: bool) -> str:
         messages = [*_START, Message("assistant", _REPLY_MARKER), Message("user", observation)]
         text = self._render(messages, generation_prompt)
         return text[text.index(_REPLY_MARKER) + len(_REPLY_MARKER) :]
@@ -582,14 +593,3 @@ def _key_of(tools: Tools) -> str:
 def _without_ids(parsed: Parsed) -> Parsed:
     content, calls = parsed
     return content, [replace(call, id="") for call in calls]
-
-
-def _backend_of(tokenizer: Any) -> Any:
-    """Return the tokenizer's Rust backend if the class adds nothing to it, else None. It takes half the time of the
-    Python methods around it."""
-    from transformers import PreTrainedTokenizerFast
-
-    methods = ("encode", "_encode_plus", "decode", "_decode")
-    kind: Any = type(tokenizer)
-    same = all(getattr(kind, name, None) is getattr(PreTrainedTokenizerFast, name, ()) for name in methods)
-    return tokenizer.backend_tokenizer if same else None

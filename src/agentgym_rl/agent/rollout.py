@@ -127,6 +127,11 @@ def _info(step_info: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
     return info
 
 
+def _is_plain(value: Any) -> bool:
+    """Return whether JSON and UTF-8 can surely represent a value: most infos hold no others."""
+    return type(value) is bool or (type(value) is str and value.isascii())
+
+
 def _checked(step: Step, task: Task) -> Step:
     """Check a step here: a bad reward or an unprintable observation would fail far from its cause."""
     if not isinstance(step, Step):
@@ -140,7 +145,8 @@ def _checked(step: Step, task: Task) -> Step:
         raise EnvError(f"{task.key} needs a bool for done and a dict for info, got {step!r:.200}")
     try:
         step.observation.encode()
-        json.dumps(step.info, allow_nan=False, ensure_ascii=False).encode()
+        if not all(_is_plain(value) for item in step.info.items() for value in item):
+            json.dumps(step.info, allow_nan=False, ensure_ascii=False).encode()
     except (TypeError, ValueError) as error:
         raise EnvError(f"{task.key} needs an observation and info that can be written as JSON: {error}") from error
     return step

@@ -134,6 +134,10 @@ def _if_it_has(env: TextEnv, method: str) -> Any:
     return env if callable(getattr(env, method, None)) else None
 
 
+def _if_it_has_roles(env: TextEnv) -> Any:
+    return _if_it_has(env, "role") if hasattr(env, "roles") else None
+
+
 class LocalSession:
     """One environment being played. Concurrent calls run one after the other."""
 
@@ -187,13 +191,13 @@ class LocalSession:
             session._worker.stop()
             session._worker = None
         session._keyed_env, session._tools_env = _if_it_has(env, "state_key"), _if_it_has(env, "item_tools")
-        session._roles_env = env if isinstance(env, HasRoles) else None
+        roles_env = session._roles_env = _if_it_has_roles(env)
         session.instruction = env.instruction
         if (tools_env := _if_it_has(env, "tools")) is not None:
             session.toolset = tools_env.tools()
         session.tool_instruction = getattr(env, "tool_instruction", "")
         session.takes_messages = getattr(env, "takes_messages", False)
-        session.roles = env.roles if isinstance(env, HasRoles) else {}
+        session.roles = {} if roles_env is None else roles_env.roles
         return session
 
     @property
@@ -283,7 +287,7 @@ class LocalSession:
             await self._call("close", self._env.close)
             self._env, self._keyed_env = env, _if_it_has(env, "state_key")
             self._tools_env = _if_it_has(env, "item_tools")
-            self._roles_env = env if isinstance(env, HasRoles) else None
+            self._roles_env = _if_it_has_roles(env)
             self._started, self._not_playing = True, ""
             self._rewards, self.observation = list(episode.rewards), episode.observation
 

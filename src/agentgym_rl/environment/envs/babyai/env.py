@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 
 from agentgym_rl.environment.envs.babyai import levels
 from agentgym_rl.environment.envs.babyai.field_of_view import Move, View, look
+from agentgym_rl.environment.envs.babyai.moves import make_move
 from agentgym_rl.environment.envs.babyai.oracle import Oracle
 from agentgym_rl.environment.envs.babyai.picture import draw
-from agentgym_rl.environment.envs.babyai.state import open_cells, state_key
+from agentgym_rl.environment.envs.babyai.state import StateKeys
 from agentgym_rl.environment.envs.babyai.text import (
     CHECK_ACTIONS,
     INSTRUCTION,
@@ -38,7 +39,7 @@ class BabyAI:
         levels.minigrid_levels()  # fails now if minigrid is missing, not at the first episode
         self._item = -1
         self._level: Any = None
-        self._open_cells: list[int] = []
+        self._states: StateKeys
         self._oracle: Oracle
         self._view: View
         self._menu: dict[str, tuple[Move, ...]] = {}
@@ -63,7 +64,7 @@ class BabyAI:
         if not any(item in split for split in self.splits.values()):
             raise IndexError(f"babyai has items 0 to {self.splits['train'].stop - 1}, got {item}")
         self._level = levels.fresh_level(item)
-        self._open_cells = open_cells(self._level)
+        self._states = StateKeys(self._level)
         self._item = item
         self._oracle = Oracle(self._level)
         self._done = False
@@ -96,7 +97,7 @@ class BabyAI:
     def state_key(self) -> str:
         """Return a key of the grid, the agent, the carried object and the mission progress, without the steps left."""
         self._require_level()
-        return f"{self._item}:{state_key(self._level, self._open_cells)}"
+        return f"{self._item}:{self._states.key()}"
 
     def render(self) -> str:
         """Return an SVG of the whole grid, with the agent's view highlighted and the mission below."""
@@ -122,13 +123,16 @@ class BabyAI:
 
     def _run(self, moves: tuple[Move, ...]) -> bool:
         """Make the moves until one fails or the episode ends. Return whether the mission is complete."""
+        level = self._level
         for move in moves:
-            before = tuple(self._level.agent_pos)
-            _, reward, terminated, truncated, _ = self._level.step(move)
-            if terminated or truncated:
+            before = level.agent_pos
+            success = make_move(level, move)
+            if move > Move.FORWARD:
+                self._states.grid_changed()
+            if success is not None:
                 self._done = True
-                return bool(reward > 0)
-            if move is Move.FORWARD and tuple(self._level.agent_pos) == before:
+                return success
+            if move is Move.FORWARD and level.agent_pos is before:
                 break
         return False
 

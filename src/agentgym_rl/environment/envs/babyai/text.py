@@ -6,7 +6,15 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from agentgym_rl.environment.envs.babyai.field_of_view import AGENT_CELL, NUM_CELLS, SIZE, Move, Paths, Sighting, View
+from agentgym_rl.environment.envs.babyai.field_of_view import (
+    AGENT_CELL,
+    NUM_CELLS,
+    SIZE,
+    Move,
+    Sighting,
+    View,
+    paths_through,
+)
 from agentgym_rl.environment.tools import Tool
 
 INSTRUCTION = """\
@@ -44,7 +52,7 @@ def build_menu(level: Any, view: View) -> dict[str, tuple[Move, ...]]:
     front = view.things[_FRONT_CELL]
     if front is None or front.can_overlap():
         menu["move forward"] = (Move.FORWARD,)
-    paths = Paths(view) if view.sightings else None
+    paths = paths_through(view.free) if view.sightings else None
     for sighting in view.sightings:
         moves = paths.to_face(sighting.cell) if paths else None
         if moves is not None:
