@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import subprocess
@@ -328,6 +329,16 @@ def test_the_second_of_two_strict_doors_can_be_opened_and_a_wrong_one_still_lose
                 goals["wrong"] += 1
     assert goals["before"]
     assert goals["wrong"]
+
+
+def test_a_copy_opens_two_strict_doors_as_its_original_does(env: BabyAI) -> None:
+    seeds = (seed for seed in range(12) if ", then" in env.reset(item_of("OpenDoorsOrderN4Debug", seed)))
+    env.reset(item_of("OpenDoorsOrderN4Debug", next(seeds)))
+    for player in (copy.deepcopy(env), env):
+        for _ in range(10):
+            if (step := player.step(player.oracle())).done:
+                break
+        assert step.info["success"]
 
 
 def test_go_to_ends_facing_the_object_and_counts(env: BabyAI) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from functools import lru_cache
+from types import MethodType
 from typing import Any
 
 from agentgym_rl.environment.envs.babyai.moves import verify_go_to
@@ -184,10 +185,11 @@ def _ignore_first_door(instruction: Any) -> None:
     second = {"BeforeInstr": "instr_b", "AfterInstr": "instr_a"}.get(type(instruction).__name__)
     later: Any = getattr(instruction, second) if second else None
     if type(later).__name__ == "OpenInstr" and later.strict:
-        verify = later.verify
+        # A bound method, so that a copy of the level changes its own instruction.
+        later.verify = MethodType(_continue_once, later)
 
-        def verify_from_second_call(action: int) -> str:
-            later.verify = verify
-            return "continue"
 
-        later.verify = verify_from_second_call
+def _continue_once(instruction: Any, _: int) -> str:
+    """Stand in for an instruction's `verify` in its first call."""
+    del instruction.verify
+    return "continue"
