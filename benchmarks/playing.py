@@ -1,12 +1,12 @@
 """Measure playing: stages of slow environments, and the cost of the agent loop against an earlier commit.
 
     python benchmarks/playing.py stages [--env sciworld] [--concurrency 32] [--episodes 128] [--out stages.json]
-    python benchmarks/playing.py chains [--against fce85af] [--out chains.json]
+    python benchmarks/playing.py chains [--env babyai] [--against fce85af] [--out chains.json]
 
 stages: episodes of an environment with slow resets, with the default stages of a run and with one slot for a whole
 episode. The engine is simulated: a reply takes `--reply-s`, however many are asked for. Give it 16 cores.
-chains: processor time of single-agent episodes with a scripted engine, by this checkout and by an earlier commit, in
-processes of their own that take turns.
+chains: processor time of a turn on the host with a scripted engine (environment, rendering, tokenising, the loop), by
+this checkout and by an earlier commit, in processes of their own that take turns.
 """
 
 from __future__ import annotations
@@ -22,13 +22,24 @@ import sys
 import tarfile
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 ACTIONS = ("look around", "inventory", "open door to kitchen", "look around", "examine door")
 """Actions that are valid in every room of SciWorld and end no episode."""
-CHAIN_EPISODES, CHAIN_TURNS, CHAIN_ROUNDS = 256, 8, 3
+CHAIN_EPISODES, CHAIN_TURNS, CHAIN_ROUNDS = 128, 16, 4
+CHAIN_ACTIONS = {
+    "keydoor": ("look",),
+    "babyai": ("turn left", "move forward", "turn right", "move forward"),
+    "textcraft": ("inventory",),
+}
+"""Actions of every episode, in turn. They are always possible."""
+CHAIN_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""How Qwen2.5 cuts a text into words."""
 
 
 class SimulatedEngine:
@@ -123,11 +134,8 @@ def run_stages(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"settings": vars(arguments), "cores": os.cpu_count(), "rows": rows, "ratio": ratio}
 
 
-async def play_chains() -> None:
-    """Play CHAIN_EPISODES episodes of KeyDoor with a scripted engine, as a run with default settings does."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
+async def play_chains(env: str) -> None:
+    """Play CHAIN_EPISODES episodes with a scripted engine, as a run in the style react does."""
     from agentgym_rl.agent.collect import Collector
     from agentgym_rl.agent.policy import EnginePolicy
     from agentgym_rl.agent.renderer import Renderer
@@ -139,52 +147,73 @@ async def play_chains() -> None:
     try:
         from agentgym_rl.agent.stages import Stages
 
-        concurrency = Stages(CHAIN_EPISODES, 16, {"keydoor": 4})
+        concurrency = Stages(CHAIN_EPISODES, 16, {env: 4})
     except ImportError:
         pass  # the earlier commit has none
-    env_class = catalog.load("keydoor")
-    words = {"<unk>": 0, "<|im_start|>": 1, "<|im_end|>": 2, "look": 3}
-    for text in [env_class.instruction, *(env_class().reset(item) for item in range(32))]:
-        for word in text.split():
-            words.setdefault(word, len(words))
-    tokens = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokens.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = ["<|im_start|>", "<|im_end|>"]
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=tokens, unk_token="<unk>", eos_token=special[1], additional_special_tokens=special
-    )
+    env_class = catalog.load(env)
+    replies = [f"Thought: This is the next step.\nAction: {action}<|im_end|>" for action in CHAIN_ACTIONS[env]]
+    game = env_class()
+    tokenizer = train_tokenizer([env_class.instruction, *(game.reset(item) for item in range(32)), *replies])
     renderer = Renderer(tokenizer, "chatml")
+    reply_ids = [tokenizer.encode(reply, add_special_tokens=False) for reply in replies]
 
     class ScriptedEngine:
         version = 0
 
+        def __init__(self) -> None:
+            self._turns: Counter[str] = Counter()
+
         async def generate(self, prompt_ids: list[int], sampling: Sampling, session: str) -> Completion:
             await asyncio.sleep(0)
-            return Completion(token_ids=[3, 2], logprobs=[-0.5, -0.5], finish="stop", version=0)
+            ids = reply_ids[self._turns[session] % len(reply_ids)]
+            self._turns[session] += 1
+            return Completion(token_ids=list(ids), logprobs=[-0.5] * len(ids), finish="stop", version=0)
 
         async def release(self, session: str) -> None: ...
 
     engine: Any = ScriptedEngine()
 
     def make_policy(session: EnvSession, seed: int) -> EnginePolicy:
-        return EnginePolicy(engine, renderer, Sampling(8, 1.0, seed=seed), instruction=session.instruction)
+        return EnginePolicy(engine, renderer, Sampling(64, 1.0, seed=seed), instruction=session.instruction)
 
-    pool = LocalPool({"keydoor": env_class}, max_sessions=2 * CHAIN_EPISODES)
+    pool = LocalPool({env: env_class}, max_sessions=2 * CHAIN_EPISODES, action_format="react")
     collect = Collector(pool, make_policy, 8, concurrency)
-    tasks = [Task("keydoor", item) for item in range(CHAIN_EPISODES // 8)]
-    limits = Limits(CHAIN_TURNS, 8, 8192)
+    limits = Limits(CHAIN_TURNS, 64, 1 << 20)
     times = []
     for number in range(CHAIN_ROUNDS + 1):
+        count = CHAIN_EPISODES // 8
+        tasks = [Task(env, item) for item in range(number * count, number * count + count)]
         started = time.process_time()
         groups = await collect(tasks, limits, number)
-        times.append(time.process_time() - started)
-        if any(t.error or t.num_turns != CHAIN_TURNS for g in groups for t in g.trajectories):
-            raise SystemExit(f"an episode did not take {CHAIN_TURNS} turns: {groups[0].trajectories[0].error}")
+        seconds = time.process_time() - started
+        episodes = [t for group in groups for t in group.trajectories]
+        if errors := [t.error for t in episodes if t.error]:
+            raise SystemExit(f"an episode failed: {errors[0]}")
+        times.append(seconds / sum(t.num_turns for t in episodes))
     print(json.dumps(times[1:]))  # the first one fills caches
 
 
+def train_tokenizer(texts: list[str]) -> Any:
+    """Return a byte-level tokenizer with the chat tokens of Qwen2.5 and words of these texts."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    words = pre_tokenizers.Split(Regex(CHAIN_WORDS), behavior="isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, to_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=4000, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=special[2], pad_token=special[0])
+
+
 def run_chains(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return processor seconds per episode of both commits, and their ratio."""
+    """Return processor time per turn of both commits, and their ratio."""
     with tempfile.TemporaryDirectory() as folder:
         command = ["git", "-C", str(ROOT), "archive", arguments.against, "src"]
         archive = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
@@ -194,23 +223,23 @@ def run_chains(arguments: argparse.Namespace) -> dict[str, Any]:
         times: dict[str, list[float]] = {name: [] for name in sources}
         for number in range(arguments.rounds):
             for name in list(sources)[:: 1 if number % 2 else -1]:
-                child = [sys.executable, __file__, "play-chains"]
+                child = [sys.executable, __file__, "play-chains", "--env", arguments.env]
                 environment = os.environ | {"PYTHONPATH": str(sources[name]), "OMP_NUM_THREADS": "1"}
                 played = subprocess.run(child, check=True, stdout=subprocess.PIPE, env=environment)
                 times[name] += json.loads(played.stdout)
-    milliseconds = {name: 1e3 * min(values) / CHAIN_EPISODES for name, values in times.items()}
-    medians = {name: 1e3 * statistics.median(values) / CHAIN_EPISODES for name, values in times.items()}
-    for name, value in milliseconds.items():
-        print(f"{name:14} {value:6.3f} ms of processor time per episode at best, {medians[name]:6.3f} in the median")
-    ratio = milliseconds["this checkout"] / milliseconds[arguments.against]
+    best = {name: 1e6 * min(values) for name, values in times.items()}
+    medians = {name: 1e6 * statistics.median(values) for name, values in times.items()}
+    for name, value in best.items():
+        print(f"{name:14} {value:6.0f} us of processor time a turn at best, {medians[name]:6.0f} in the median")
+    ratio = best["this checkout"] / best[arguments.against]
     print(f"this checkout against {arguments.against}: {ratio:.3f} x")
-    return {"against": arguments.against, "best_ms": milliseconds, "median_ms": medians, "ratio": ratio}
+    return {"env": arguments.env, "against": arguments.against, "best_us": best, "median_us": medians, "ratio": ratio}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=["stages", "chains", "play-chains"])
-    parser.add_argument("--env", default="sciworld")
+    parser.add_argument("--env", help="default: sciworld for stages, keydoor for chains")
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--opening", type=int, default=None, help="as agent.opening")
     parser.add_argument("--open-ahead", type=int, default=None, help="as agent.open_ahead")
@@ -221,8 +250,9 @@ def main() -> None:
     parser.add_argument("--against", default="fce85af")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    arguments.env = arguments.env or ("sciworld" if arguments.part == "stages" else "keydoor")
     if arguments.part == "play-chains":
-        asyncio.run(play_chains())
+        asyncio.run(play_chains(arguments.env))
         return
     result = (run_stages if arguments.part == "stages" else run_chains)(arguments)
     if arguments.out:

@@ -449,6 +449,15 @@ def driver() -> str:
     return table(["part", "seconds"], [*rows, total, ["Ray's threads beside it", f"{record['seconds_beside']:.2f}"]])
 
 
+def host_turns() -> str:
+    """Return the host's processor time of a turn by environment, of an earlier commit and of the measured one."""
+    rows = []
+    for record in measured("host_turns")["measured"]:
+        before, after = record["best_us"][record["against"]], record["best_us"]["this checkout"]
+        rows.append([f"`{record['env']}`", f"{before:.0f} µs", f"{after:.0f} µs", f"{before / after:.1f}×"])
+    return table(["environment", "the older commit", "now", "ratio"], rows)
+
+
 def asynchronous(study: str) -> str:
     """Return the success of a study's runs by bound of staleness, over the seeds."""
     bounds: dict[str, list[dict[str, Any]]] = {}
@@ -556,6 +565,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "vllm-sleep": vllm_sleep,
     "loading": loading,
     "driver": driver,
+    "host-turns": host_turns,
     "asynchronous": lambda: asynchronous("asynchronous"),
     "asynchronous-textcraft": lambda: asynchronous("asynchronous-textcraft"),
     "qwen-asynchronous": lambda: asynchronous_times("qwen-asynchronous"),
