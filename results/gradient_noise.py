@@ -1,7 +1,7 @@
 """Signal-to-noise ratio of the GRPO gradient under shorter and longer horizons, from the same episodes.
 
-    RUN=runs/collapse/fixed-64-calm-maze-1M-0
-    agentgym-rl eval --agent $RUN@100 --env maze --subset size4 --subset size5 --split train --limit 32 --samples 8 \\
+    RUN=runs/collapse/fixed-64-calm-maze-0
+    agentgym-rl eval --agent $RUN@100 --env maze --subset size4 --split train --limit 32 --samples 8 \\
         --turns 64 --out runs/noise/100
     python results/gradient_noise.py $RUN/checkpoints/step_000100/model runs/noise/100 --turns 8,16,32,64 \\
         --out results/gradient-noise/fixed-64-calm-0-100.json

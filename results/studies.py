@@ -313,34 +313,26 @@ COLLAPSE_ARMS = {
 COLLAPSE_CONDITIONS: dict[str, tuple[str, ...]] = {
     "calm": (),
     "paper-like": (
-        *("rl.kl_coef=0", "rl.optimizer.lr=1e-3", "rl.minibatches=4"),
+        *("rl.kl_coef=0", "rl.optimizer.lr=5e-4", "rl.minibatches=4"),
         *("rl.overlap=1", "rl.importance=none"),
     ),
 }
 """Settings of a condition. The calm one is recipes/evidence/maze-rl.toml itself."""
-MAZE_HELD_OUT = (
-    *subsets("size4", "size5"),
-    "--limit",
-    "125",
-    "--samples",
-    "4",
-    "--turns",
-    "64",
-    "--concurrency",
-    "128",
-)
-"""1,000 episodes on 250 items."""
+MAZE_HELD_OUT = (*subsets("size4"), "--samples", "5", "--turns", "64", "--concurrency", "128")
+"""1,000 episodes on the 200 held-out items of size 4."""
 
 
 def collapse(seeds: list[int] | None) -> list[Job]:
     """Return the jobs of results/collapse/PROTOCOL.md: four horizons, two conditions, the same starting models."""
     jobs: list[Job] = []
     for seed in seeds if seeds is not None else range(12):
-        jobs.append(base("maze", "1M", seed))
+        start = Job(name=f"base-maze-{seed}", arm="base", task="maze", seed=seed, recipe="evidence/maze-base.toml")
+        jobs.append(start)
         for condition, changed in COLLAPSE_CONDITIONS.items():
             for arm, arguments in COLLAPSE_ARMS.items():
-                run = trained("maze", arm, "1M", seed, (*arguments, *changed), f"{arm}-{condition}")
-                run = replace(run, task=f"maze, {condition}")
+                settings = (f"model.path={{{start.name}}}", *arguments, *changed)
+                run = Job(name=f"{arm}-{condition}-maze-{seed}", arm=arm, task=f"maze, {condition}", seed=seed)
+                run = replace(run, recipe="evidence/maze-rl.toml", arguments=settings)
                 evaluation = evaluated(f"eval-{run.name}", run.name, arm, "maze", seed, MAZE_HELD_OUT)
                 jobs += [run, replace(evaluation, task=run.task, keep=seed == 0)]
     return jobs

@@ -110,12 +110,13 @@ def test_the_conditions_of_the_study_are_those_of_the_protocol() -> None:
     jobs = {job.name: job for job in studies.collapse([3])}
     recipe = ROOT / "recipes/evidence/maze-rl.toml"
     calm, paper = (
-        load_config(recipe, [a for a in jobs[f"staged-{name}-maze-1M-3"].arguments if "{" not in a])
+        load_config(recipe, [a for a in jobs[f"staged-{name}-maze-3"].arguments if "{" not in a])
         for name in ("calm", "paper-like")
     )
-    assert (calm.rl.kl_coef, calm.rl.optimizer.lr, calm.rl.minibatches, calm.rl.overlap) == (0.02, 3e-4, 2, 0)
-    assert (paper.rl.kl_coef, paper.rl.optimizer.lr, paper.rl.minibatches, paper.rl.overlap) == (0.0, 1e-3, 4, 1)
-    assert paper.rl.importance == "none"
+    assert (calm.rl.kl_coef, calm.rl.minibatches, calm.rl.overlap, calm.rl.importance) == (0.02, 2, 0, "token")
+    assert (paper.rl.kl_coef, paper.rl.minibatches, paper.rl.overlap, paper.rl.importance) == (0.0, 4, 1, "none")
+    assert (calm.rl.optimizer.lr, paper.rl.optimizer.lr) == (1e-3, 5e-4)
+    assert {config.rl.aggregate for config in (calm, paper)} == {"trajectory"}
     assert calm.rl.steps == paper.rl.steps == 300
     assert (calm.horizon.turns, calm.horizon.steps_per_stage) == ((16, 32, 64), 100)
     assert len([job for job in studies.collapse(None) if job.kind == "train" and job.arm != "base"]) == 96
