@@ -94,7 +94,7 @@ def _sum_rows(rows: Tensor, index: Tensor, count: int) -> Tensor:
 def flash_forward(query: Tensor, key: Tensor, value: Tensor, micro: MicroBatch, scale: float) -> tuple[Any, ...]:
     """Return (output TND, log of the softmax's sums, two tensors for the backward pass).
 
-    With shared prefixes, all but the sums are of the unique tokens.
+    With shared prefixes, queries, keys, values and the output are of the unique tokens.
     """
     if micro.shared is not None:
         key, value = (x.index_select(0, micro.shared.unique_T) for x in (key, value))
