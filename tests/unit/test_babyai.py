@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from concurrent.futures import ThreadPoolExecutor
 from types import MethodType
 from typing import Any
 
@@ -216,6 +217,21 @@ def go_to_instructions(instruction: Any) -> list[Any]:
     if hasattr(instruction, "instr_a"):
         return go_to_instructions(instruction.instr_a) + go_to_instructions(instruction.instr_b)
     return [instruction] if type(instruction).__name__ == "GoToInstr" else []
+
+
+def test_threads_that_share_paths_find_the_same() -> None:
+    rng, interval = random.Random(0), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(60):
+            free = rng.getrandbits(NUM_CELLS) | rng.getrandbits(NUM_CELLS) | 1 << AGENT_CELL
+            shared, alone = Paths(free), Paths(free)
+            orders = [rng.sample(range(NUM_CELLS), NUM_CELLS) for _ in range(4)]
+            with ThreadPoolExecutor(4) as threads:
+                found = list(threads.map(lambda cells, p=shared: {c: p.to_face(c) for c in cells}, orders))  # type: ignore[misc]
+            assert found == [{cell: alone.to_face(cell) for cell in range(NUM_CELLS)}] * 4
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_moves_agree_with_minigrid() -> None:

@@ -35,7 +35,7 @@ from agentgym_rl.agent.templates import LLAMA3
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.environment.tools import Tool
 from agentgym_rl.run.console import Console
-from agentgym_rl.run.demonstrations import fitting_pairs, segment_samples, to_sample
+from agentgym_rl.run.demonstrations import _untrained_spans, fitting_pairs, segment_samples, to_sample
 from agentgym_rl.training.batch import to_samples
 from agentgym_rl.training.conversations import Conversation
 from agentgym_rl.training.microbatch import micro_batches
@@ -274,6 +274,18 @@ async def test_a_loss_on_everything_skips_sampled_thoughts_too(thoughts: str) ->
         text = renderer.tokenizer.decode(trained)
         assert "You are at" in text
         assert text.count("Up is right") == (4 if train_thoughts else 0)
+
+
+@pytest.mark.parametrize(("count", "spans"), [(2, []), (3, [(2, 1)]), (5, [(2, 3)]), (6, [(2, 3)])])
+def test_a_segment_that_begins_inside_a_thought_has_no_loss_on_its_part(count: int, spans: list[Any]) -> None:
+    messages = [
+        Message("user", "", [1, 2]),
+        Message("assistant", "", [3, 4, 5, 6], [0.0] * 4, untrained=3),
+        Message("user", "", [7], segment=1, prefix=(0, count)),
+        Message("assistant", "", [8, 9], [0.0] * 2, segment=1),
+    ]
+    trajectory = Trajectory("t", Task("corridor", 0), messages)
+    assert _untrained_spans(trajectory) == [[(2, 3)], spans]
 
 
 async def test_a_pair_with_an_unfinished_thought_is_left_out_if_thoughts_are_not_trained() -> None:

@@ -7,6 +7,7 @@ import torch
 from shared_prefixes_for_tests import sample_of, tree_samples, values_and_gradients
 from training_for_tests import tiny_model
 
+from agentgym_rl.training.device.packed import can_share_prefixes
 from agentgym_rl.training.learner import Updater
 from agentgym_rl.training.microbatch import micro_batches, own_lengths
 from agentgym_rl.training.settings import OptimizerSettings
@@ -58,6 +59,13 @@ def test_samples_that_share_little_are_packed_as_always() -> None:
     expected = micro_batches(samples, [1.0] * 8, 64)
     assert [micro.indices for micro in batches] == [micro.indices for micro in expected]
     assert all(micro.shared is None for micro in batches)
+
+
+@pytest.mark.parametrize(("dtype", "shares"), [(torch.float32, False), (torch.bfloat16, True)])
+def test_only_half_precision_shares_prefixes_on_cuda_wherever_parameters_are(dtype: torch.dtype, shares: bool) -> None:
+    decoder = tiny_model(1).to(dtype).get_decoder()
+    assert can_share_prefixes(decoder, torch.device("cuda")) == shares
+    assert can_share_prefixes(decoder, torch.device("cpu"))
 
 
 def test_the_learner_shares_prefixes_on_a_cpu() -> None:

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from agentgym_rl.agent.word_encoder import _MAX_WORDS, TokenTexts, WordEncoder
@@ -37,13 +37,20 @@ WORDS = {
         ]
     ),
     "metaspace": pre_tokenizers.Metaspace(),
+    "thousands": pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"\d+(?: \d{3})+| ?[^\s\d]+|\s+(?!\S)|\s|\d+"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    ),
 }
-"""Pre-tokenizers; in the last three a space does not always start a word."""
+"""Pre-tokenizers; in the last four a space does not always start a word."""
 EXACT = ("gpt2", "smollm", "qwen")
 SENTENCES = [
     "There is a red ball 1 2 steps in front of you and 3 steps to your left.",
     "Your goal: don't pick up the grey key, I'll do it.\nYou carry nothing. ",
     "[2 Observation]  needed to get from:\n\n  1 oak log\t(x, y) == {'a': 10.25}\r\n",
+    "1 000 000 of 2 000 000",
     "café → naïve \u00a0 日本語 x\u0301 y",
 ]
 
@@ -75,6 +82,43 @@ def test_ids_are_those_of_the_whole_text(words: str) -> None:
         whole = tokenizer.encode(text, add_special_tokens=False)
         assert encoder.encode(text) == whole
         assert encoder.encode(text) == whole  # from the words it knows by now
+
+
+def test_words_that_only_some_pairs_join_are_encoded_whole() -> None:
+    tokenizer = tokenizer_with("thousands")
+    encoder = WordEncoder(tokenizer, tokenizer.backend_tokenizer)
+    for text in ["a 1", "a 000", "a 1 000 b"]:
+        assert encoder.encode(text) == tokenizer.encode(text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize("words", EXACT)
+def test_a_text_that_begins_with_spaces_teaches_the_right_words(words: str) -> None:
+    tokenizer = tokenizer_with(words)
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    encoder = WordEncoder(tokenizer, tokenizer.backend_tokenizer)
+    for text in [" \x01a b", " 1 b", "", "q \x01a", "q 1"]:
+        assert encoder.encode(text) == tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_added_tokens_are_not_known_from_a_backend_that_splits_them() -> None:
+    tokenizer = tokenizer_with("gpt2")
+    backend = tokenizer.backend_tokenizer
+    backend.encode_special_tokens = True
+    encoder = WordEncoder(tokenizer, backend)
+    backend.encode_special_tokens = False
+    for text in ("a <|im_start|> b", "a <|im_end|> b"):
+        assert encoder.encode(text) == list(backend.encode(text, add_special_tokens=False).ids)
+
+
+def test_a_pre_tokenizer_written_in_python_is_encoded_whole() -> None:
+    class Pairs:
+        def pre_tokenize(self, text: Any) -> None:
+            text.split(lambda _, part: [part[i : i + 2] for i in range(0, len(str(part)), 2)])
+
+    tokenizer = tokenizer_with("gpt2")
+    backend = tokenizer.backend_tokenizer
+    backend.pre_tokenizer = pre_tokenizers.PreTokenizer.custom(Pairs())
+    assert WordEncoder(tokenizer, backend).encode("a b c") == list(backend.encode("a b c").ids)
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,8 @@ class Renderer:
                 self.linear = thoughts == "keep"
             elif not self._is_stable_when_folded():
                 raise
-        self._frames = ObservationFrames(self._template, self._render_follow_up)
+        values = [value for value in template_kwargs.values() if isinstance(value, str)]
+        self._frames = ObservationFrames(self._template, values, self._render_follow_up)
 
     def prompt(self, messages: list[Message], tools: Tools = ()) -> list[int]:
         """Return the ids of a conversation before a reply, with the generation prompt."""
@@ -411,10 +412,11 @@ class Renderer:
         return self.encode(self._follow_up_text(observation, generation_prompt))[1:]
 
     def _follow_up_text(self, observation: str, generation_prompt: bool = True) -> str:
-        frame = self._frames.find(generation_prompt, observation) if self._frames is not None else None
+        shown = self._split_control_tokens(observation)
+        frame = self._frames.find(generation_prompt, shown) if self._frames is not None else None
         if frame is None:
             return self._render_follow_up(observation, generation_prompt)
-        return f"{frame[0]}{self._split_control_tokens(observation)}{frame[1]}"
+        return f"{frame[0]}{shown}{frame[1]}"
 
     def _render_follow_up(self, observation: str, generation_prompt: bool) -> str:
         messages = [*_START, Message("assistant", _REPLY_MARKER), Message("user", observation)]

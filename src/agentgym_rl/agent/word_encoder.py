@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import string
 from itertools import chain
 from typing import Any
 
@@ -51,7 +52,8 @@ class WordEncoder:
         if len(self._first) + len(self._later) > _MAX_WORDS:
             self._first.clear()
             self._later.clear()
-        if len({word for word in later if word not in self._later}) * _NEW_SHARE > len(later):
+        # A post-processor may trim the offsets of a space at the start of a text, so they do not tell its words apart.
+        if first and len({word for word in later if word not in self._later}) * _NEW_SHARE > len(later):
             return self._learn_all(text, first, later)
         ids = list(self._word(self._first, first, first))
         for word in later:
@@ -59,12 +61,12 @@ class WordEncoder:
         return ids
 
     def _word(self, known: dict[str, list[int]], word: str, text: str) -> list[int]:
-        if word not in known:
+        ids = known.get(word)
+        if ids is None:
             ids = self._whole(text)
-            if len(word) > _MAX_WORD_CHARS:
-                return ids
-            known[word] = ids
-        return known[word]
+            if len(word) <= _MAX_WORD_CHARS:
+                known[word] = ids
+        return ids
 
     def _learn_all(self, text: str, first: str, later: list[str]) -> list[int]:
         encoding = self._backend.encode(text, add_special_tokens=False)
@@ -102,9 +104,12 @@ class WordEncoder:
             text = _SPACE_AFTER_SPACE.sub(" a", text)
             whole = self._whole(text)
             first, *later = text.split(" ")
-            learned = self._learn_all(text, first, later) if number % 2 else whole
+            learned = self._learn_all(text, first, later) if first and number % 2 else whole
             if learned != whole or self.encode(text) != whole:
                 return False
+        # The backend may have been left splitting added tokens, which `encode` is not called with.
+        self._first.clear()
+        self._later.clear()
         return self._is_exact
 
 
@@ -149,9 +154,29 @@ def _has_separate_words(tokenizer: Any, backend: Any) -> bool:
     added = tokenizer.added_tokens_decoder.values()
     if any(token.lstrip or token.rstrip or token.single_word or re.search(r"\s", str(token)) for token in added):
         return False
-    state = json.loads(backend.pre_tokenizer.__getstate__())
+    try:
+        state = json.loads(backend.pre_tokenizer.__getstate__())
+    except Exception:  # a pre-tokenizer written in Python, which has no state; tokenizers raises no narrower type
+        return False
     steps = state["pretokenizers"] if state["type"] == "Sequence" else [state]
     kinds = [step["type"] for step in steps]
     looks_back = any("(?<" in step["pattern"].get("Regex", "(?<") for step in steps if step["type"] == "Split")
     prefixes = any(step.get("add_prefix_space") for step in steps)
-    return "ByteLevel" in kinds and {*kinds} <= {"Split", "Digits", "ByteLevel"} and not looks_back and not prefixes
+    if "ByteLevel" not in kinds or not {*kinds} <= {"Split", "Digits", "ByteLevel"} or looks_back or prefixes:
+        return False
+    return _divides_at_spaces(backend.pre_tokenizer)
+
+
+def _divides_at_spaces(pre_tokenizer: Any) -> bool:
+    """Return whether all pairs of short words are divided as each of them alone. BLOOM does not divide ". ."."""
+
+    def divide(text: str) -> list[str]:
+        return [piece for piece, _ in pre_tokenizer.pre_tokenize_str(text)]
+
+    words = [*string.punctuation, "a", "Ab", "0", "000"]
+    alone = {word: divide(f" {word}") for word in words}
+    for first in words:
+        text = "".join(f" {first} {second}" for second in words)
+        if divide(text) != [piece for second in words for word in (first, second) for piece in alone[word]]:
+            return False
+    return True

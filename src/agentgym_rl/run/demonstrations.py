@@ -166,7 +166,8 @@ def _untrained_spans(trajectory: Trajectory) -> list[list[tuple[int, int]]]:
     for message in trajectory.messages:
         if message.segment == len(lengths):
             parent, count = message.prefix or (0, 0)
-            spans.append([span for span in spans[parent] if sum(span) <= count] if count else [])
+            before = spans[parent] if count else []
+            spans.append([(start, min(length, count - start)) for start, length in before if start < count])
             lengths.append(count)
         if message.untrained:
             spans[message.segment].append((lengths[message.segment], message.untrained))

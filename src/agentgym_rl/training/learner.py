@@ -88,7 +88,9 @@ class Updater:
     def _shares_prefixes(self) -> bool:
         """Return whether passes compute shared prefixes once (docs/how-it-works/learner.md)."""
         decoder = self.model.get_decoder() if hasattr(self.model, "get_decoder") else self.model.decoder
-        return why_not_packed(decoder) is None and not self.settings.capture_passes and can_share_prefixes(decoder)
+        if why_not_packed(decoder) is not None or self.settings.capture_passes:
+            return False
+        return can_share_prefixes(decoder, self.device)
 
     def update(self, batches: list[MicroBatch], loss: MicroLoss) -> dict[str, float]:
         """Sum the gradients of all micro-batches, clip them, and make one optimizer step."""

@@ -20,9 +20,13 @@ _CAUSAL = 1
 
 
 def flash_supports(query: Tensor) -> bool:
-    """Return whether torch's variable-length flash kernel supports this type and width of queries."""
-    width = query.shape[-1]
-    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
+    """Return whether torch's variable-length flash kernel supports these queries."""
+    return query.is_cuda and flash_takes(query.dtype, query.shape[-1])
+
+
+def flash_takes(dtype: torch.dtype, width: int) -> bool:
+    """Return whether the flash kernel supports this type and width of heads."""
+    return dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
 
 
 @dataclass(slots=True)
@@ -53,8 +57,7 @@ def attend(
         mixed = _by_queries(query_TND, key_TKD, value_TKD, micro, queries, scale)
     elif flash_supports(query_TND):
         if micro.shared is not None:
-            both = take_rows(torch.cat((key_TKD, value_TKD), 1), micro.shared.unique_T)
-            key_TKD, value_TKD = both.split(key_TKD.shape[1], 1)
+            key_TKD, value_TKD = _copy_shared(key_TKD, value_TKD, micro.shared).split(key_TKD.shape[1], 1)
         mixed = _flash(query_TND, key_TKD, value_TKD, micro, scale)[0]
     elif micro.shared is not None:
         mixed = _by_own_tokens(query_TND, key_TKD, value_TKD, micro, micro.shared, scale)
@@ -91,7 +94,7 @@ def _sum_rows(rows: Tensor, index: Tensor, count: int) -> Tensor:
 def flash_forward(query: Tensor, key: Tensor, value: Tensor, micro: MicroBatch, scale: float) -> tuple[Any, ...]:
     """Return (output TND, log of the softmax's sums, two tensors for the backward pass).
 
-    With shared prefixes, all but the sums are of the unique tokens.
+    With shared prefixes, queries, keys, values and the output are of the unique tokens.
     """
     if micro.shared is not None:
         key, value = (x.index_select(0, micro.shared.unique_T) for x in (key, value))
@@ -184,7 +187,7 @@ def _by_own_tokens(
 
 def _copy_shared(key_UKD: Tensor, value_UKD: Tensor, shared: SharedPrefixes) -> Tensor:
     """Return keys and values of every token, T(2K)D, in one copy: its gradient costs the same for any width."""
-    return torch.cat((key_UKD, value_UKD), 1).index_select(0, shared.unique_T)
+    return take_rows(torch.cat((key_UKD, value_UKD), 1), shared.unique_T)
 
 
 def _by_queries(

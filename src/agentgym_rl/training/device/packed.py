@@ -20,7 +20,7 @@ from torch.nn.functional import rms_norm
 from torch.utils.checkpoint import checkpoint
 
 from agentgym_rl.common.decoders import DECODERS, RMS_NORMS, STATIC_ROPE
-from agentgym_rl.training.device.attention import Queries, attend, flash_supports, take_rows
+from agentgym_rl.training.device.attention import Queries, attend, flash_supports, flash_takes, take_rows
 from agentgym_rl.training.device.captured import CapturedPasses
 from agentgym_rl.training.device.head import HAS_TRITON
 from agentgym_rl.training.microbatch import MicroBatch, SharedPrefixes
@@ -43,10 +43,12 @@ def why_not_packed(decoder: Any) -> str | None:
     return None
 
 
-def can_share_prefixes(decoder: Any) -> bool:
-    """Return whether attention of this decoder takes samples that share prefixes: not in float32 on CUDA."""
-    weight, layer = decoder.embed_tokens.weight, decoder.layers[0]
-    return not weight.is_cuda or flash_supports(weight.new_empty(0, layer.self_attn.head_dim))
+def can_share_prefixes(decoder: Any, device: torch.device) -> bool:
+    """Return whether passes of this decoder on a device take samples that share prefixes: not in float32 on CUDA.
+
+    The device is that of the passes: between them the parameters may be on the host.
+    """
+    return device.type != "cuda" or flash_takes(decoder.embed_tokens.weight.dtype, decoder.layers[0].self_attn.head_dim)
 
 
 def packed_states(decoder: Any, micro: MicroBatch) -> Tensor:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 from operator import itemgetter
+from threading import Lock
 from typing import Any, NamedTuple
 
 SIZE = 7
@@ -157,7 +158,7 @@ def _see(clear: int) -> _Sight:
 
 class Paths:
     """Shortest paths, in moves, from the agent to every pose it can reach through a set of free cells. They are found
-    nearest first, as far as somebody asks."""
+    nearest first, as far as somebody asks. Threads may share them."""
 
     def __init__(self, free: int) -> None:
         self._free = free
@@ -167,11 +168,13 @@ class Paths:
         self._frontier = [START]
         """The poses that are furthest away so far."""
         self._to_face: dict[int, tuple[Move, ...] | None] = {}
+        self._lock = Lock()
 
     def to_face(self, cell: int) -> tuple[Move, ...] | None:
         """Return the moves that end next to `cell` and facing it, or None if no path of free cells leads there."""
         if cell not in self._to_face:
-            self._to_face[cell] = self._find(cell)
+            with self._lock:
+                self._to_face[cell] = self._find(cell)
         return self._to_face[cell]
 
     def _find(self, cell: int) -> tuple[Move, ...] | None:
