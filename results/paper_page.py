@@ -23,7 +23,7 @@ METRICS = {
     "sciworld": "score 100",
     "webarena": "the site's own check",
 }
-"""What counts as a success."""
+"""Condition of a success, by task."""
 
 
 def read(results: Path) -> list[Record]:
