@@ -359,8 +359,16 @@ def long_context(seeds: list[int] | None) -> list[Job]:
 STALENESS_BOUNDS = (0, 1, 2, 4)
 """Steps that groups may be old at most, in the study of asynchronous groups."""
 
-LONG_EPISODES = ("horizon.kind=fixed", "horizon.turns=[50]", "agent.max_context=6144", "rl.keep_cache=true")
+LONG_EPISODES = (
+    *("horizon.kind=fixed", "horizon.turns=[50]", "agent.max_context=6144", "rl.keep_cache=true"),
+    *("rl.groups_per_step=4", "agent.concurrency=256"),
+)
 """Settings under which the slowest episode of a step takes many times as long as the median."""
+ASYNCHRONOUS_LENGTH = {
+    "1.5B": ("rl.steps=48", "eval.every=24"),
+    "0.5B": ("rl.steps=60", "eval.every=20", "eval.episodes=204", "rl.optimizer.lr=6e-6"),
+}
+"""Settings by size of the model. With 1.5B, learning is half of a synchronous step."""
 
 
 def asynchronous(seeds: list[int] | None) -> list[Job]:
@@ -384,19 +392,22 @@ def asynchronous_textcraft(seeds: list[int] | None) -> list[Job]:
 
 
 def qwen_asynchronous(seeds: list[int] | None) -> list[Job]:
-    """Return Qwen2.5-Coder-1.5B after a short imitation on BabyAI with 50 turns, 32 episodes a step: synchronous, and
-    with a bound of 4. It needs one GPU.
+    """Return Qwen2.5-Coder after a short imitation on BabyAI with 50 turns, 32 episodes a step: synchronous, and with a
+    bound of 4. It needs one GPU.
 
     Most episodes end early, and a synchronous step waits for the longest one.
     """
-    settings = (*LONG_EPISODES, "rl.groups_per_step=4", "agent.concurrency=256", "rl.steps=48", "eval.every=24")
     jobs: list[Job] = []
     for seed in seeds if seeds is not None else range(1):
-        start = Job(name=f"async-sft-{seed}", arm="SFT", task="babyai", seed=seed, recipe="qwen/babyai-sft.toml")
-        jobs.append(replace(start, arguments=(f"model.path={{{PRETRAINED}}}", "data.episodes=192", "sft.epochs=1")))
-        run = Job(name="qwen-async-babyai", arm="", task="babyai", seed=seed, recipe="qwen/babyai.toml")
-        run = replace(run, arguments=(f"model.path={{{start.name}}}", *settings))
-        jobs += [stale(bound, run) for bound in (0, 4)]
+        for size, length in ASYNCHRONOUS_LENGTH.items():
+            label = "" if size == "1.5B" else f"-{size}"
+            start = Job(name=f"async-sft{label}-{seed}", arm="SFT", task="babyai", seed=seed)
+            imitation = (f"model.path={{{QWEN_SIZES[size]}}}", "data.episodes=192", "sft.epochs=1")
+            jobs.append(replace(start, recipe="qwen/babyai-sft.toml", arguments=imitation))
+            run = Job(name=f"qwen-async-babyai{label}", arm="", task=f"babyai{label.replace('-', ', ')}", seed=seed)
+            settings = (f"model.path={{{start.name}}}", *LONG_EPISODES, *length)
+            run = replace(run, recipe="qwen/babyai.toml", arguments=settings)
+            jobs += [stale(bound, run) for bound in (0, 4)]
     return jobs
 
 
@@ -412,8 +423,8 @@ TREE_ARMS: dict[str, tuple[str, ...]] = {
     "trees": ("rl.tree={roots=4, branches=1, depth=1}",),
 }
 """Eight episodes of each task: from the first turn, or four and a continuation of each from a random turn."""
-QWEN_TREE_BUDGET = {"textcraft": 2_000_000, "searchqa": 1_000_000}
-"""Sampled tokens of a run, about 35 steps of chains."""
+QWEN_TREE_BUDGET = {"textcraft": 1_200_000, "searchqa": 320_000}
+"""Sampled tokens of a run, about 20 steps of chains."""
 
 
 def trees(seeds: list[int] | None) -> list[Job]:
@@ -438,7 +449,7 @@ def qwen_trees(seeds: list[int] | None) -> list[Job]:
     needs one GPU."""
     jobs: list[Job] = []
     for task, budget in QWEN_TREE_BUDGET.items():
-        length = ("rl.steps=1000", f"rl.token_budget={budget}", "eval.every=6")
+        length = ("rl.steps=1000", f"rl.token_budget={budget}", "rl.kl_coef=0", "eval.every=6")
         for seed in seeds if seeds is not None else range(3):
             run = qwen_run(task, "fixed-short", seed)
             for arm, arguments in TREE_ARMS.items():
