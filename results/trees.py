@@ -37,7 +37,8 @@ PAGE = """# Trees against chains
 {sections}
 
 Success is that of held-out episodes (40 of KeyDoor, 100 of the others), interpolated between evaluations; the range is
-over seeds. A shared token is counted once, where it was sampled.
+over seeds. A shared token is counted once, where it was sampled. The time is the mean over runs, of which three shared
+the GPU (two the processor for KeyDoor).
 
 ## How to repeat it
 
@@ -75,7 +76,7 @@ def points(records: Sequence[Record]) -> list[float]:
 def table(records: Sequence[Record]) -> str:
     columns = points(records)
     heads = " | ".join(f"{tokens / 1000:.1f}k tokens" for tokens in columns)
-    lines = [f"| | steps | endings per 1,000 tokens | {heads} |", "|---|---|---|" + "---|" * len(columns)]
+    lines = [f"| | steps | time | endings per 1,000 tokens | {heads} |", "|---|---|---|---|" + "---|" * len(columns)]
     for arm in TREE_ARMS:
         runs = runs_of_arm(records, arm)
         steps = statistics.fmean(record["steps"] for record in runs)
@@ -83,7 +84,8 @@ def table(records: Sequence[Record]) -> str:
             1000 * sum(record["curves"]["episodes/usable"]) / record["sampled_tokens"] for record in runs
         )
         cells = [percent_with_range(success_at_tokens(runs, tokens)) for tokens in columns]
-        lines.append(f"| {arm} | {steps:.0f} | {endings:.0f} | {' | '.join(cells)} |")
+        seconds = statistics.fmean(record["seconds"] for record in runs)
+        lines.append(f"| {arm} | {steps:.0f} | {seconds:.0f} s | {endings:.0f} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -114,6 +116,7 @@ def page(records: list[Record]) -> str:
     limits = [
         "- Few seeds and short runs. A tiny model and an easy game say little about language models.",
         "- Equal sampled tokens are not equal time: rounds of branching wait for each other.",
+        *(f"- Run {r['job']} was stopped {r['stopped']}." for r in records if "stopped" in r),
         *(f"- {each[0].upper()}{each[1:]}." for each in missing),
     ]
     return PAGE.format(sections="\n\n".join(sections), limits="\n".join(limits))
