@@ -483,16 +483,21 @@ def asynchronous(study: str) -> str:
 
 
 def asynchronous_times(study: str) -> str:
-    """Return the times of a study's runs by bound of staleness. The first step, which fills the queue, is left out."""
-    rows, first = [], None
-    for path in sorted((ROOT / "results" / study).glob("*staleness*.json")):
-        record = json.loads(path.read_text(encoding="utf-8"))
+    """Return the times of a study's runs by model and bound of staleness. The first step, which fills the queue, is left
+    out."""
+    rows: list[list[str]] = []
+    synchronous: dict[str, tuple[float, float]] = {}
+    paths = (ROOT / "results" / study).glob("*staleness*.json")
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    for record in sorted(records, key=lambda record: (-record["parameters"], record["arm"])):
+        size = f"{record['parameters'] / 1e9:.1f}B"
         curves = record["curves"]
         step_s, learn_s = (statistics.fmean(curves[name][1:]) for name in ("time/step_s", "time/learn_s"))
         tokens = (curves["tokens/total"][-1] - curves["tokens/total"][0]) / (len(curves["tokens/total"]) - 1)
-        first = first or (step_s, step_s / tokens)
+        first = synchronous.setdefault(size, (step_s, step_s / tokens))
         rows.append(
             [
+                size,
                 f"`{record['arm'].removeprefix('max_staleness ')}`",
                 f"{step_s:.2f} s",
                 f"{learn_s:.2f} s",
@@ -503,7 +508,7 @@ def asynchronous_times(study: str) -> str:
             ]
         )
     speeds = ["steps/s", "sampled tokens/s"]
-    return table(["`rl.max_staleness`", "a step", "learning", "sampled tokens", *speeds, "success, %"], rows)
+    return table(["model", "`rl.max_staleness`", "a step", "learning", "sampled tokens", *speeds, "success, %"], rows)
 
 
 def load() -> str:
