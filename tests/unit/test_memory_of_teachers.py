@@ -184,3 +184,7 @@ def test_a_reward_model_is_counted_in_the_type_of_its_file(tmp_path: Path) -> No
     parts = demand_of(recipe(tmp_path, rewards=[reward])).driver["device"]
     assert parts["preferred weights"] == 2 * TEACHER.count
     assert parts["preferred activations"] == scoring_bytes(TEACHER, 16384, 2)
+    for dtype in ("float16", "float64", "float8_e4m3fn", "unknown"):
+        (folder / "config.json").write_text(json.dumps(raw | {"dtype": dtype}))
+        parts = demand_of(recipe(tmp_path, rewards=[reward])).driver["device"]
+        assert parts["preferred weights"] == 4 * TEACHER.count, "other types than bfloat16 are loaded as float32"
