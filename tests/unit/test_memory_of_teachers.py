@@ -15,7 +15,7 @@ from training_for_tests import tiny_model
 from agentgym_rl.config import Config, ModelConfig
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.run import memory_demand
-from agentgym_rl.run.load_model import load_frozen
+from agentgym_rl.run.load_model import base_of_adapters, load_frozen
 from agentgym_rl.run.memory_demand import demand_of, diagnose_recipe, shape_of_folder
 from agentgym_rl.scale.memory import (
     GIB,
@@ -102,6 +102,15 @@ def test_a_recipe_counts_its_teacher_and_none_at_a_url(tmp_path: Path) -> None:
     assert (adapted.teacher, adapted.teacher_has_adapters) == (demand.teacher, True)
     with pytest.raises(ConfigError, match=r"rl\.distill\.teacher = .*nowhere"):
         demand_of(distilled(tmp_path, tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize("text", ["{}", '{"base_model_name_or_path": null}', "[]", "{"])
+def test_adapters_of_a_teacher_must_name_their_base_model(text: str, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"adapter_config\.json must name the model .*, got none: add its folder"):
+        base_of_adapters(tmp_path)
+    with pytest.raises(ConfigError, match="adapter_config"):
+        demand_of(distilled(tmp_path, tmp_path))
 
 
 def test_a_teacher_is_loaded_as_it_is_counted(tmp_path: Path) -> None:

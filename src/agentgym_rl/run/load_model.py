@@ -46,7 +46,16 @@ def base_of_adapters(folder: Path) -> str | None:
     adapters = folder / "adapter_config.json"
     if not adapters.is_file():
         return None
-    return str(json.loads(adapters.read_text(encoding="utf-8"))["base_model_name_or_path"])
+    try:
+        base = json.loads(adapters.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (ValueError, KeyError, TypeError):
+        base = None
+    if not isinstance(base, str) or not base:
+        raise ConfigError(
+            f"{adapters} must name the model that the adapters were trained on (base_model_name_or_path), got none: "
+            "add its folder or hub name"
+        )
+    return base
 
 
 def loaded_dtype(folder: Path) -> str:
