@@ -483,7 +483,7 @@ def asynchronous(study: str) -> str:
 
 
 def asynchronous_times(study: str) -> str:
-    """Return the times of a study's runs by model and bound of staleness. The first step, which fills the queue, is left
+    """Return the times of a study's runs by model and bound of staleness. The first step fills the queue and is left
     out."""
     rows: list[list[str]] = []
     synchronous: dict[str, tuple[float, float]] = {}
