@@ -500,7 +500,8 @@ class Sample:
     order: list[int] = field(default_factory=list)
     """A: position of each token among the trained tokens of its episode; empty if the sample is the whole episode."""
     left_out: list[tuple[int, int]] = field(default_factory=list)
-    """(start, length) of replies that are not imitated: no loss is taken on them, even if it is on other text."""
+    """(start, length) of tokens without a loss, even if it is taken on other text: replies that are not imitated, and
+    what a later segment repeats."""
     stored: Any = None
     """Where its tokens are and how many (training.stored.StoredSample), if lists above are empty; else None."""
 

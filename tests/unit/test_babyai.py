@@ -9,10 +9,8 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from concurrent.futures import ThreadPoolExecutor
-from types import MethodType
 from typing import Any
 
-import numpy
 import pytest
 
 from agentgym_rl.environment.base import HasActions, HasOracle, HasRender, HasStateKey
@@ -29,6 +27,7 @@ from agentgym_rl.environment.envs.babyai.field_of_view import (
     Paths,
     look,
 )
+from agentgym_rl.environment.envs.babyai.instructions import GoToInstr
 from agentgym_rl.environment.envs.babyai.levels import LEVELS, _generate, fresh_level, minigrid_levels
 from agentgym_rl.environment.envs.babyai.moves import make_move
 from agentgym_rl.environment.envs.babyai.state import StateKeys
@@ -204,15 +203,6 @@ def test_paths_are_the_shortest_whatever_was_asked_before() -> None:
     assert 100 < found < 700
 
 
-def original_verify(instruction: Any, action: int) -> str:
-    """Minigrid's own GoToInstr.verify_action."""
-    return (
-        "success"
-        if any(numpy.array_equal(p, instruction.env.front_pos) for p in instruction.desc.obj_poss)
-        else "continue"
-    )
-
-
 def go_to_instructions(instruction: Any) -> list[Any]:
     if hasattr(instruction, "instr_a"):
         return go_to_instructions(instruction.instr_a) + go_to_instructions(instruction.instr_b)
@@ -234,6 +224,27 @@ def test_threads_that_share_paths_find_the_same() -> None:
         sys.setswitchinterval(interval)
 
 
+def test_minigrid_keeps_its_own_instructions(env: BabyAI) -> None:
+    from minigrid.envs.babyai.core import verifier
+
+    env.reset(item_of("GoToObjS6", 0))
+    assert verifier.GoToInstr.verify_action.__module__ == verifier.__name__
+    theirs = _generate(minigrid_levels(), item_of("BossLevel", 1))
+    assert {type(instruction) for instruction in go_to_instructions(theirs.instrs)} <= {verifier.GoToInstr}
+
+
+def test_every_episode_and_its_copies_have_the_fast_instructions() -> None:
+    seen = 0
+    for item in range(2 * len(LEVELS)):
+        level = fresh_level(item)
+        for same in (level, copy.deepcopy(level)):
+            for instruction in go_to_instructions(same.instrs):
+                assert type(instruction) is GoToInstr
+                assert instruction.env is same
+                seen += 1
+    assert seen > 40
+
+
 def test_moves_agree_with_minigrid() -> None:
     endings = {True: 0, False: 0}
     for item in range(4 * len(LEVELS)):
@@ -241,8 +252,6 @@ def test_moves_agree_with_minigrid() -> None:
         choose = random.Random(item)
         if choose.random() < 0.3:
             ours.max_steps = theirs.max_steps = 30
-        for instruction in go_to_instructions(theirs.instrs):
-            instruction.verify_action = MethodType(original_verify, instruction)
         for _ in range(120):
             move = choose.choices(list(Move), [2, 2, 6, 2, 1, 2])[0]
             outcome = make_move(ours, move)

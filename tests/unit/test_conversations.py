@@ -258,6 +258,18 @@ def test_openai_fine_tuning_files_are_read(tmp_path: Path) -> None:
     assert is_trajectory_file(tmp_path / "played.jsonl")
 
 
+def test_two_replies_in_a_row_are_refused_by_number(tmp_path: Path) -> None:
+    human, reply = {"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "loss": True}
+    good, bad = ([human, *[reply] * count] for count in (1, 2))
+    rows = [{"item_id": "maze_0", "conversations": turns} for turns in (good, bad)]
+    with pytest.raises(ConfigError, match=r"conversation 2 needs .* its messages 2 and 3 are both replies"):
+        read_conversations(write(tmp_path / "rows.json", rows))
+    user, assistant = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    messages = [{"messages": [user, assistant, assistant]}]
+    with pytest.raises(ConfigError, match=r"conversation 1 needs .* its messages 2 and 3 are both replies"):
+        read_conversations(write(tmp_path / "messages.json", messages))
+
+
 def test_lines_of_json_may_have_other_line_separators(tmp_path: Path) -> None:
     path, text = tmp_path / "train.jsonl", "one\u2028two\x85three"
     row = {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "Done."}]}

@@ -15,7 +15,7 @@ from training_for_tests import tiny_model
 from agentgym_rl.config import Config, ModelConfig
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.run import memory_demand
-from agentgym_rl.run.load_model import load_frozen
+from agentgym_rl.run.load_model import base_of_adapters, load_frozen
 from agentgym_rl.run.memory_demand import demand_of, diagnose_recipe, shape_of_folder
 from agentgym_rl.scale.memory import (
     GIB,
@@ -104,6 +104,15 @@ def test_a_recipe_counts_its_teacher_and_none_at_a_url(tmp_path: Path) -> None:
         demand_of(distilled(tmp_path, tmp_path / "nowhere"))
 
 
+@pytest.mark.parametrize("text", ["{}", '{"base_model_name_or_path": null}', "[]", "{"])
+def test_adapters_of_a_teacher_must_name_their_base_model(text: str, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"adapter_config\.json must name the model .*, got none: add its folder"):
+        base_of_adapters(tmp_path)
+    with pytest.raises(ConfigError, match="adapter_config"):
+        demand_of(distilled(tmp_path, tmp_path))
+
+
 def test_a_teacher_is_loaded_as_it_is_counted(tmp_path: Path) -> None:
     tiny_model().save_pretrained(tmp_path)
     byte_level_bpe("chatml").save_pretrained(tmp_path)
@@ -184,3 +193,7 @@ def test_a_reward_model_is_counted_in_the_type_of_its_file(tmp_path: Path) -> No
     parts = demand_of(recipe(tmp_path, rewards=[reward])).driver["device"]
     assert parts["preferred weights"] == 2 * TEACHER.count
     assert parts["preferred activations"] == scoring_bytes(TEACHER, 16384, 2)
+    for dtype in ("float16", "float64", "float8_e4m3fn", "unknown"):
+        (folder / "config.json").write_text(json.dumps(raw | {"dtype": dtype}))
+        parts = demand_of(recipe(tmp_path, rewards=[reward])).driver["device"]
+        assert parts["preferred weights"] == 4 * TEACHER.count, "other types than bfloat16 are loaded as float32"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import random
 from pathlib import Path
@@ -173,6 +174,16 @@ async def test_a_folder_with_a_head_is_a_judge_of_groups(tmp_path: Path) -> None
         assert own.scores == [0.25] * episode.num_turns
         assert episode.training_reward == pytest.approx(sum(own.scores) + 0.5 * sum(learned.scores))
     assert len({sum(t.verdicts[1].scores) for t in group.trajectories}) > 1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+def test_a_reward_model_of_any_type_scores(dtype: str, tmp_path: Path) -> None:
+    source, *_ = counting_judge(tmp_path)
+    group = counting_group(3)
+    expected = make_scorer(source)(group)
+    counting_player()[0].to(getattr(torch, dtype)).save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == dtype
+    assert make_scorer(source)(group) == pytest.approx(expected, rel=2e-2)
 
 
 async def test_only_an_episode_that_is_too_long_for_the_judge_has_no_score(tmp_path: Path) -> None:

@@ -32,18 +32,26 @@ from agentgym_rl.agent.rollout import rollout
 from agentgym_rl.agent.segments import Call, Stitcher, assign_segment, match_segment, segment_tokens, stitch
 from agentgym_rl.agent.styles import STYLES
 from agentgym_rl.agent.templates import LLAMA3
+from agentgym_rl.common.thoughts import without_thought
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.environment.tools import Tool
 from agentgym_rl.run.console import Console
-from agentgym_rl.run.demonstrations import _untrained_spans, fitting_pairs, segment_samples, to_sample
+from agentgym_rl.run.demonstrations import (
+    _untrained_spans,
+    fitting_pairs,
+    repeated_tokens,
+    segment_samples,
+    to_sample,
+)
 from agentgym_rl.training.batch import to_samples
 from agentgym_rl.training.conversations import Conversation
+from agentgym_rl.training.dagger import labelled
 from agentgym_rl.training.microbatch import micro_batches
 from agentgym_rl.training.model import action_logprobs
 from agentgym_rl.training.scratch import build_model
 from agentgym_rl.training.settings import OptimizerSettings, ScratchSettings, SFTSettings
 from agentgym_rl.training.sft import SFT
-from agentgym_rl.types import Completion, Limits, Message, Sampling, StopReason, Task, ToolCall, Trajectory
+from agentgym_rl.types import Completion, Limits, Message, Sample, Sampling, StopReason, Task, ToolCall, Trajectory
 
 TASK = Task("counting", 3)
 torch.set_num_threads(1)
@@ -276,16 +284,83 @@ async def test_a_loss_on_everything_skips_sampled_thoughts_too(thoughts: str) ->
         assert text.count("Up is right") == (4 if train_thoughts else 0)
 
 
-@pytest.mark.parametrize(("count", "spans"), [(2, []), (3, [(2, 1)]), (5, [(2, 3)]), (6, [(2, 3)])])
-def test_a_segment_that_begins_inside_a_thought_has_no_loss_on_its_part(count: int, spans: list[Any]) -> None:
+MISTAKE = "<think>\nIt seems best.\n</think>\n\ndown"
+
+
+def texts_with_loss_on_everything(samples: list[Sample], renderer: Renderer) -> list[str]:
+    model = build_model(ScratchSettings(hidden_size=16, num_layers=1, num_heads=2), renderer.tokenizer, 0)
+    trained = SFT(model, samples, SFTSettings(loss_on="everything"), 0)._samples
+    rows = [[token for token, on in zip(s.token_ids, s.loss_mask, strict=True) if on] for s in trained]
+    return [renderer.tokenizer.decode(ids) for ids in rows]
+
+
+@pytest.mark.parametrize("options", [{}, {"thoughts": "drop"}], ids=["template", "drop"])
+@pytest.mark.parametrize("template", ["qwen3", "r1"])
+@pytest.mark.parametrize("sampled", [True, False])
+async def test_a_reply_that_is_not_imitated_has_no_loss_in_any_segment(
+    template: str, options: dict[str, Any], sampled: bool
+) -> None:
+    replies = [THOUGHT, MISTAKE, THOUGHT, MISTAKE, THOUGHT]
+    trajectory, _, renderer = await scripted(template, replies, replace(LIMITS, max_turns=5), options)
+    for turn in (1, 3):
+        trajectory.infos[turn]["mistake"] = True
+    assert trajectory.num_segments > 2
+    if not sampled:
+        trajectory.messages = [replace(m, token_ids=[], logprobs=None) for m in trajectory.messages]
+    samples = segment_samples(trajectory, renderer)
+    assert all(renderer.tokenizer.decode(s.token_ids).count("down") > k for k, s in enumerate(samples))
+    texts = texts_with_loss_on_everything(samples, renderer)
+    assert len(texts) == 3
+    assert all(text.count("Up is right") == 1 for text in texts)
+    assert all(text.count("You are at") == 1 for text in texts), "an observation has its loss where it is new"
+    assert all("down" not in text.partition("You are")[2] and "seems" not in text for text in texts)
+
+
+def test_results_that_the_template_cannot_render_apart_have_no_loss_in_later_segments() -> None:
+    renderer = renderer_of("r1")
+    roles = [("user", "Goal: 5."), ("assistant", THOUGHT), ("tool", "You are at 1."), ("assistant", THOUGHT)]
+    samples = renderer.demonstrations([Message(role, content) for role, content in roles])  # type: ignore[arg-type]
+    assert len(samples) == 2
+    reply = renderer.tokenizer.decode(renderer.reply_ids(THOUGHT))
+    assert texts_with_loss_on_everything(samples, renderer)[1] == reply
+
+
+@pytest.mark.parametrize("template", ["qwen3", "r1"])
+async def test_a_reply_that_the_oracle_corrects_has_no_loss_in_any_segment(template: str) -> None:
+    replies = [THOUGHT, MISTAKE, THOUGHT, THOUGHT]
+    trajectory, _, renderer = await scripted(template, replies, LIMITS)
+    trajectory.messages = [replace(m, advice=THOUGHT if m.is_reply else "") for m in trajectory.messages]
+    repeated = repeated_tokens(trajectory, renderer)
+    samples = labelled(trajectory, renderer.reply_ids, without_thought, repeated=repeated)
+    texts = texts_with_loss_on_everything(samples, renderer)
+    assert len(texts) == 4
+    assert all(text.count("Up is right") == 1 for text in texts)
+    assert all("down" not in text.partition("You are")[2] and "seems" not in text for text in texts)
+
+
+async def test_a_thought_that_a_cut_context_repeats_has_no_loss() -> None:
+    context = {"context": Context("window", 2), "train_thoughts": False}
+    limits = Limits(max_turns=8, max_new_tokens=60, max_context=300)
+    trajectory, _, renderer = await scripted("chatml", [THOUGHT] * 8, limits, **context)
+    samples = segment_samples(trajectory, renderer, train_thoughts=False)
+    assert len(samples) > 2
+    assert any(renderer.tokenizer.decode(sample.token_ids).count("Up is right") > 2 for sample in samples[1:])
+    assert all("Up is right" not in text for text in texts_with_loss_on_everything(samples, renderer))
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 6])
+def test_a_segment_has_no_loss_on_what_it_repeats(count: int) -> None:
+    renderer = renderer_of("chatml")
+    history, observation = renderer.encode("up"), renderer.follow_up("You are at 1.")
     messages = [
         Message("user", "", [1, 2]),
         Message("assistant", "", [3, 4, 5, 6], [0.0] * 4, untrained=3),
-        Message("user", "", [7], segment=1, prefix=(0, count)),
-        Message("assistant", "", [8, 9], [0.0] * 2, segment=1),
+        Message("user", "You are at 1.", [*history, *observation], segment=1, prefix=(0, count)),
+        Message("assistant", "", [8, 9], [0.0] * 2, segment=1, untrained=1),
     ]
     trajectory = Trajectory("t", Task("corridor", 0), messages)
-    assert _untrained_spans(trajectory) == [[(2, 3)], spans]
+    repeated = count + len(history)
+    assert _untrained_spans(trajectory, renderer) == [[(2, 3)], [(0, repeated), (repeated + len(observation), 1)]]
 
 
 async def test_a_pair_with_an_unfinished_thought_is_left_out_if_thoughts_are_not_trained() -> None:

@@ -24,7 +24,7 @@ from jinja2.exceptions import TemplateError
 
 from agentgym_rl.agent.observation_frame import ObservationFrames
 from agentgym_rl.agent.probes import TEXT_PROBE, TOOL, TOOL_PROBE, RewrittenHistory, probe_conversations, require_prefix
-from agentgym_rl.agent.segments import match_segment
+from agentgym_rl.agent.segments import match_segment, num_repeated
 from agentgym_rl.agent.templates import TOOL_USE, resolve_template, template_advice
 from agentgym_rl.agent.tool_parsers import PARSERS, Parsed
 from agentgym_rl.agent.word_encoder import TokenTexts, WordEncoder, backend_of
@@ -47,7 +47,6 @@ _CACHE_SIZE = 2048
 """Cached openings and observations: episodes of a group share their opening and revisit states."""
 _MAX_CACHED_CHARS = 1 << 16
 """Maximum characters of a cached text."""
-
 
 Thoughts = Literal["template", "keep", "drop"]
 """Thoughts of earlier replies in a prompt: as the chat template renders them, always kept, or always dropped."""
@@ -275,20 +274,24 @@ class Renderer:
         if self.linear:
             return [self.demonstration(messages, trained, tools, skipped_chars, train_thoughts=train_thoughts)]
         samples: list[Sample] = []
+        answered = 0
         for i, message in enumerate(messages):
             if not message.is_reply:
                 continue
+            observation, answered = messages[answered:i], i + 1
             tokens = samples[-1].token_ids if samples else []
-            match = match_segment({0: tokens} if samples else {}, self.continuation(tokens, messages[:i], tools), 1)
+            prompt_ids = self.continuation(tokens, messages[:i], tools)
+            match = match_segment({0: tokens} if samples else {}, prompt_ids, 1)
             if match.segment or not samples:
-                samples.append(Sample(tokens[: match.prefix[1]] if match.prefix else [], []))
+                known = observation and (self.tool_format or observation[0].role != "tool")
+                new_ids = self.observation_ids(observation) if known else []
+                left_out = [(0, num_repeated(prompt_ids, new_ids))] if samples else []
+                samples.append(Sample(tokens[: match.prefix[1]] if match.prefix else [], [], left_out=left_out))
             sample, ids = samples[-1], self.reply_ids(message.content, message.tool_calls)
             sample.token_ids += match.added_ids
-            imitated = trained is None or trained[i]
             beginning = message.content[: skipped_chars[i]] if skipped_chars else ""
-            count = self._num_skipped(ids, beginning, train_thoughts) if imitated else len(ids)
-            if count:
-                sample.left_out.append((len(sample.token_ids), count))
+            count = self._num_skipped(ids, beginning, train_thoughts) if trained is None or trained[i] else len(ids)
+            sample.left_out += [(len(sample.token_ids), count)] if count else []
             sample.loss_mask += [False] * (len(sample.token_ids) - len(sample.loss_mask))
             sample.loss_mask += [False] * count + [True] * (len(ids) - count)
             sample.token_ids += ids

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 from agentgym_rl.types import Message
 
@@ -113,6 +114,18 @@ def segment_tokens(messages: Sequence[Message], segment: int) -> list[int]:
             break
         segment = parent
     return [token for piece in reversed(pieces) for token in piece]
+
+
+def num_repeated(prompt_ids: Sequence[int], new_ids: Sequence[int]) -> int:
+    """Return how many tokens of a prompt repeat the conversation before its newest observation, `new_ids`.
+
+    A prompt may render the observation in another way. Then only the end that both have is new.
+
+    >>> num_repeated([1, 2, 3, 4], [3, 4])
+    2
+    """
+    pairs = zip(reversed(prompt_ids), reversed(new_ids), strict=False)
+    return len(prompt_ids) - sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def assign_segment(messages: Sequence[Message], message: Message, prompt_ids: list[int]) -> Message:

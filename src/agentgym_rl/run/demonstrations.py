@@ -8,6 +8,7 @@ from functools import partial
 from itertools import cycle, groupby, islice
 
 from agentgym_rl.agent.renderer import Renderer, Tools
+from agentgym_rl.agent.segments import num_repeated
 from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.run.collectors import ProgramDemonstrations, demonstrators, limits_of, make_collector, make_stages
 from agentgym_rl.run.console import Console
@@ -131,11 +132,11 @@ def segment_samples(demonstration: Demonstration, renderer: Renderer, *, train_t
         )
         name = demonstration.item_id
     elif _sampled_with(renderer, demonstration):
-        if not train_thoughts:
-            demonstration = _with_untrained_thoughts(demonstration, renderer)
+        demonstration = _with_untrained_tokens(demonstration, renderer, train_thoughts)
+        spans = _untrained_spans(demonstration, renderer)
         return [
             Sample(segment.token_ids, segment.loss_mask, trajectory_id=demonstration.id, left_out=left_out)
-            for segment, left_out in zip(demonstration.segments, _untrained_spans(demonstration), strict=True)
+            for segment, left_out in zip(demonstration.segments, spans, strict=True)
             if any(segment.loss_mask)
         ]
     else:
@@ -150,25 +151,46 @@ def segment_samples(demonstration: Demonstration, renderer: Renderer, *, train_t
     return [sample for sample in samples if any(sample.loss_mask)]
 
 
-def _with_untrained_thoughts(trajectory: Trajectory, renderer: Renderer) -> Trajectory:
-    """Return an episode whose sampled thoughts are not trained on."""
-    messages = [
-        m if m.logprobs is None else replace(m, untrained=renderer.thought_length(m.token_ids))
-        for m in trajectory.messages
-    ]
+def _with_untrained_tokens(trajectory: Trajectory, renderer: Renderer, train_thoughts: bool) -> Trajectory:
+    """Return an episode whose replies are trained on from their first imitated token."""
+
+    def untrained(message: Message, imitated: bool, skipped_chars: int) -> int:
+        if message.is_reply and not imitated:
+            return len(message.token_ids)
+        skipped = renderer.num_tokens(message.token_ids, message.content[:skipped_chars]) if skipped_chars else 0
+        thought = message.untrained if train_thoughts else renderer.thought_length(message.token_ids)
+        return max(skipped, thought)
+
+    rows = zip(trajectory.messages, trajectory.imitated, trajectory.unimitated_chars, strict=True)
+    messages = [row[0] if row[0].logprobs is None else replace(row[0], untrained=untrained(*row)) for row in rows]
     return replace(trajectory, messages=messages)
 
 
-def _untrained_spans(trajectory: Trajectory) -> list[list[tuple[int, int]]]:
-    """Return (start, length) of the sampled tokens without a loss in each segment."""
+def repeated_tokens(trajectory: Trajectory, renderer: Renderer) -> list[int]:
+    """Return how many tokens at the start of each segment repeat the conversation before its first observation."""
+    counts: list[int] = []
+    observation: list[Message] = []
+    for message in trajectory.messages:
+        observation.append(message)
+        if message.segment == len(counts):
+            count = message.prefix[1] if message.prefix else 0
+            new_ids = renderer.observation_ids(observation) if counts else message.token_ids
+            counts.append(count + num_repeated(message.token_ids, new_ids))
+        if message.role == "assistant":
+            observation = []
+    return counts
+
+
+def _untrained_spans(trajectory: Trajectory, renderer: Renderer) -> list[list[tuple[int, int]]]:
+    """Return (start, length) of the tokens without a loss in each segment: repeated ones, and skipped sampled ones."""
+    repeated = repeated_tokens(trajectory, renderer)
     spans: list[list[tuple[int, int]]] = []
     lengths: list[int] = []
     for message in trajectory.messages:
         if message.segment == len(lengths):
-            parent, count = message.prefix or (0, 0)
-            before = spans[parent] if count else []
-            spans.append([(start, min(length, count - start)) for start, length in before if start < count])
-            lengths.append(count)
+            count = repeated[len(spans)]
+            spans.append([(0, count)] if count else [])
+            lengths.append(message.prefix[1] if message.prefix else 0)
         if message.untrained:
             spans[message.segment].append((lengths[message.segment], message.untrained))
         lengths[message.segment] += len(message.token_ids)

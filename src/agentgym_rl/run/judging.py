@@ -12,7 +12,7 @@ from agentgym_rl.errors import ConfigError
 from agentgym_rl.rewards.judge import Judge, LocalChat, make_chat_client
 from agentgym_rl.rewards.rewards import Rewards, Scorer
 from agentgym_rl.run.demonstrations import to_transcript
-from agentgym_rl.run.load_model import load_from, load_frozen, stored_dtype
+from agentgym_rl.run.load_model import load_from, load_frozen, loaded_dtype
 from agentgym_rl.training.locate_model import find_reward_model
 from agentgym_rl.training.reward_settings import SCORED_TOKENS, JudgeSettings, RewardSettings
 from agentgym_rl.types import Group
@@ -37,7 +37,7 @@ def make_scorer(settings: RewardSettings) -> Scorer:
     from agentgym_rl.training.reward_model import load_head, scores_of
 
     folder = find_reward_model(settings.path)
-    loaded = ModelConfig.model_validate({"path": str(folder), "device": settings.device, "dtype": stored_dtype(folder)})
+    loaded = ModelConfig.model_validate({"path": str(folder), "device": settings.device, "dtype": loaded_dtype(folder)})
     model, tokenizer = load_frozen(str(folder), "rewards.path", loaded)
     scored, about = load_head(model, folder)
     thoughts = cast(Thoughts, about["thoughts"])

@@ -46,14 +46,23 @@ def base_of_adapters(folder: Path) -> str | None:
     adapters = folder / "adapter_config.json"
     if not adapters.is_file():
         return None
-    return str(json.loads(adapters.read_text(encoding="utf-8"))["base_model_name_or_path"])
+    try:
+        base = json.loads(adapters.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (ValueError, KeyError, TypeError):
+        base = None
+    if not isinstance(base, str) or not base:
+        raise ConfigError(
+            f"{adapters} must name the model that the adapters were trained on (base_model_name_or_path), got none: "
+            "add its folder or hub name"
+        )
+    return base
 
 
-def stored_dtype(folder: Path) -> str:
-    """Return the type of the weights in a model's folder, float32 if it does not say."""
+def loaded_dtype(folder: Path) -> str:
+    """Return the type to load a folder's weights in: bfloat16 if its config.json says so, float32 for any other."""
     config = folder / "config.json"
     raw = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
-    return raw.get("dtype") or raw.get("torch_dtype") or "float32"
+    return "bfloat16" if (raw.get("dtype") or raw.get("torch_dtype")) == "bfloat16" else "float32"
 
 
 def load_frozen(path: str, setting: str, settings: ModelConfig, ranks: Ranks | None = None) -> tuple[Any, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from agentgym_rl.config import Config, ModelConfig, ScaleConfig
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.run.load_model import base_of_adapters, stored_dtype
+from agentgym_rl.run.load_model import base_of_adapters, loaded_dtype
 from agentgym_rl.scale.memory import (
     GIB,
     Demand,
@@ -126,7 +126,7 @@ def _driver_models(
         if reward.kind == "reward_model":
             folder = find_reward_model(reward.path)
             shape, _ = _frozen_shape(folder, reward.path, "rewards.path")
-            size = BYTES[stored_dtype(folder)]
+            size = BYTES[loaded_dtype(folder)]
             place = places.setdefault(place_of(reward.device), {})
             place[f"{reward.source} weights"] = size * shape.count
             place[f"{reward.source} activations"] = scoring_bytes(shape, SCORED_TOKENS, size)

@@ -33,6 +33,7 @@ from agentgym_rl.run.demonstrations import (
     load_demonstrations,
     load_preferences,
     load_trajectories,
+    repeated_tokens,
     segment_samples,
     to_sample,
     to_samples,
@@ -220,7 +221,11 @@ class RoundMaker:
 
         corrector = correct if settings.correct_thoughts else None
         skip = None if config.agent.train_thoughts else renderer.thought_length
-        samples = [s for t in played for s in labelled(t, renderer.reply_ids, parse, corrector, skip)]
+        samples = [
+            sample
+            for t in played
+            for sample in labelled(t, renderer.reply_ids, parse, corrector, skip, repeated_tokens(t, renderer))
+        ]
         kept = [s for s in samples if len(s.token_ids) <= config.longest_context()]
         agreed = agreement((m for t in played for m in t.messages), parse)
         earlier = read_round(self.log.root, current.number - 1).samples if current.number > 1 else {}

@@ -19,6 +19,7 @@ import glob
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,13 @@ def read_conversations(path: Path) -> list[Conversation]:
             if conversation.messages and conversation.messages[0].role not in ("system", "user"):
                 first = conversation.messages[0].role
                 raise ValueError(f"conversation {number} must begin with a system or user message, got {first!r}")
+            roles = [message.role for message in conversation.messages]
+            for place, pair in enumerate(pairwise(roles), 1):
+                if pair == ("assistant", "assistant"):
+                    raise ValueError(
+                        f"conversation {number} needs a message of the user between two replies, its messages "
+                        f"{place} and {place + 1} are both replies: join them"
+                    )
         return conversations
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} is not a list of AgentGym conversations or OpenAI messages: {error!r}") from None

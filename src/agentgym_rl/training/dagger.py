@@ -6,7 +6,7 @@ oracle says what it would have done in each state. run/rounds.py plays the round
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from agentgym_rl.types import Message, Sample, Trajectory
 
@@ -17,6 +17,7 @@ def labelled(
     parse: Callable[[str], str],
     correct: Callable[[str, str], tuple[list[int], int] | None] | None = None,
     num_untrained: Callable[[list[int]], int] | None = None,
+    repeated: Sequence[int] = (),
 ) -> list[Sample]:
     """Return samples that imitate the oracle in every state of an episode.
 
@@ -25,7 +26,7 @@ def labelled(
     the ids of a written reply, `parse` its action, empty if it has none. `correct` takes the agent's reply and the
     oracle's and returns ids that start with an error and end in its correction, and how many of them are the error: one
     more sample. `num_untrained` returns how many tokens at the start of a reply the loss skips, such as a thought; by
-    default none.
+    default none. `repeated` has, for each segment, how many tokens at its start earlier segments had; by default none.
     """
 
     def untrained(ids: list[int]) -> int:
@@ -37,7 +38,9 @@ def labelled(
         if message.segment == len(segments):
             parent, count = message.prefix or (0, 0)
             start = segments[parent].token_ids[:count] if count else []
-            segments.append(Sample(start, [False] * count, trajectory_id=trajectory.id))
+            num_repeated = repeated[len(segments)] if repeated else 0
+            left_out = [(0, num_repeated)] if num_repeated else []
+            segments.append(Sample(start, [False] * count, trajectory_id=trajectory.id, left_out=left_out))
         agreed = segments[message.segment]
         token_ids = agreed.token_ids
         is_reply = message.role == "assistant"

@@ -127,7 +127,7 @@ class SFTSettings(SettingsSection):
     """Demonstrations per update."""
     loss_on: Literal["replies", "everything"] = "replies"
     """Tokens in the loss. "replies": assistant tokens. "everything": observations too, which helps a model that starts
-    from scratch learn to read."""
+    from scratch learn to read. What a later segment of an episode repeats has no loss there."""
     optimizer: OptimizerSettings = field(default_factory=lambda: OptimizerSettings(lr=1e-5))
     """Optimizer of the fine-tuning."""
 

@@ -8,7 +8,6 @@ from functools import lru_cache
 from types import MethodType
 from typing import Any
 
-from agentgym_rl.environment.envs.babyai.moves import verify_go_to
 from agentgym_rl.environment.envs.babyai.oracle import NoWayError, Planner
 from agentgym_rl.environment.envs.babyai.state import mission_parts
 from agentgym_rl.errors import ConfigError
@@ -99,7 +98,6 @@ def minigrid_levels() -> Any:
     roomgrid_level.print = lambda *_: None
     # With BABYAI_DONE_ACTIONS set, missions end only on a "done" action, which this environment does not have.
     verifier.use_done_actions = False
-    verifier.GoToInstr.verify_action = verify_go_to
     return babyai
 
 
@@ -115,6 +113,10 @@ def _pickled_level(item: int) -> bytes:
     """Return the pickled level, a few kB. Episodes of a group share a level, and unpickling is several times faster
     than generating. Spaces and random numbers are left out: moves need neither, and they take half of the time."""
     level = _generate(minigrid_levels(), item)
+    # Imported here, after the error that a missing minigrid causes.
+    from agentgym_rl.environment.envs.babyai.instructions import use_fast_instructions
+
+    use_fast_instructions(level.instrs)
     level.observation_space = level.action_space = level.np_random = None
     _share_walls(level)
     return pickle.dumps(level, pickle.HIGHEST_PROTOCOL)

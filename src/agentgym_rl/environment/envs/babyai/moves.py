@@ -26,11 +26,6 @@ def make_move(level: Any, move: Move) -> bool | None:
     return bool(status == "success")
 
 
-def verify_go_to(instruction: Any, action: int) -> str:
-    """Return the state of minigrid's GoToInstr after a move: whether the agent faces a target."""
-    return "success" if front_of(instruction.env) in instruction.desc.obj_poss else "continue"
-
-
 def front_of(level: Any) -> tuple[int, int]:
     """Return the cell in front of the agent."""
     (x, y), (ahead_x, ahead_y) = level.agent_pos, DIRECTIONS[level.agent_dir]
