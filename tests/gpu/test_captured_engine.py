@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import random
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,15 @@ def gaps(model: Any, ids: list[int], completion: Completion, temperature: float 
     expected = distribution(model, ids, completion.token_ids, temperature)
     expected = expected.gather(1, torch.tensor(completion.token_ids).unsqueeze(1)).squeeze(1)
     return (torch.tensor(completion.logprobs) - expected).abs()
+
+
+def multiply_until(ended: threading.Event) -> None:
+    """Multiply large matrices on the default stream."""
+    a = torch.randn(2048, 2048, device="cuda")
+    while not ended.is_set():
+        for _ in range(8):
+            a = torch.nn.functional.normalize(a @ a)
+        torch.cuda.synchronize()
 
 
 async def until(engine: NativeEngine, new_tokens: float) -> None:
@@ -223,8 +233,9 @@ async def test_float16_does_not_overflow_where_the_model_does_not() -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama-gqa-tied", "qwen3", "qwen2-wide"])
-@pytest.mark.parametrize("schedule", range(2))
-async def test_fuzzed_schedules_give_the_same_tokens_as_one_by_one(kind: str, schedule: int) -> None:
+@pytest.mark.parametrize(("schedule", "beside"), [(0, False), (1, False), (2, True)])
+async def test_fuzzed_schedules_give_the_same_tokens_as_one_by_one(kind: str, schedule: int, beside: bool) -> None:
+    """`beside`: on a stream of its own, while a thread keeps the device busy as a learner does."""
     model = make_model(kind)
     rng = random.Random(schedule)
     jobs = []
@@ -239,13 +250,19 @@ async def test_fuzzed_schedules_give_the_same_tokens_as_one_by_one(kind: str, sc
         jobs.append((f"s{index}", rng.randint(1, 4), index, sampling))
     alone = make_engine(model, max_sessions=1)
     expected = [await play(alone, *job) for job in jobs]
-    together = make_engine(model, max_sessions=rng.choice([3, 12, 64]))
+    together = make_engine(model, max_sessions=rng.choice([3, 12, 64]), own_stream=beside)
+    assert together.has_own_stream == beside
+    ended = threading.Event()
+    work = asyncio.create_task(asyncio.to_thread(multiply_until, ended)) if beside else None
 
     async def late(job: tuple[str, int, int, Sampling], wait_s: float) -> list[Turn]:
         await asyncio.sleep(wait_s)
         return await play(together, *job)
 
     got = await asyncio.gather(*(late(job, rng.random() * 0.2) for job in jobs))
+    ended.set()
+    if work is not None:
+        await work
     different = [(job[3], g, e) for job, g, e in zip(jobs, got, expected, strict=True) if g != e]
     assert all(is_tie(model, *case) for case in different)
     assert len(different) <= 2

@@ -21,7 +21,7 @@ from agentgym_rl.config import AgentConfig, Config, ModelConfig
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.run.collectors import collect_each, engine_policies, make_external
 from agentgym_rl.run.load_model import choose_device, load_from, load_teacher
-from agentgym_rl.run.local_engine import MakeEngine, native_engine
+from agentgym_rl.run.local_engine import MakeEngine, native_engine, sampling_beside
 from agentgym_rl.run.teams import Team
 from agentgym_rl.training import lora
 from agentgym_rl.training.checkpoint import SHARDS, export, on_host, random_state, save_checkpoint
@@ -159,8 +159,10 @@ class LocalBackend:
         self.renderer = Renderer(tokenizer, config.model.chat_template, thoughts=config.agent.thoughts)
         sizes = config.sessions_per_engine(), config.longest_context()
         make_native = partial(native_engine, config.rl, *sizes)
-        local = (make_engine or make_native(model))(self.renderer)
+        local = (make_engine or make_native(model, beside=not self._role_models))(self.renderer)
         self._engine, self._publish, self.learning = local.engine, local.publish, local.learning
+        if local.beside is not None and self.learner is not None:
+            self.learning = partial(sampling_beside, local.beside, self.learner)
         self._role_engines = {r: make_native(m)(self.renderer) for r, m in self._role_models.items()}
         self._external = make_external(config.agent)
         self.max_context = self._engine.max_context

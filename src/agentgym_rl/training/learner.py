@@ -45,6 +45,8 @@ class Updater:
     ) -> None:
         self.model, self.settings, self.total_updates, self.ranks = model, settings, total_updates, ranks
         self.updates = 0
+        self.before_step: Callable[[], None] = _nothing
+        """Called before the weights change."""
         ranks.prepare_model(model)
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._names, self._parameters = [name for name, _ in trained], [p for _, p in trained]
@@ -112,6 +114,7 @@ class Updater:
             group["lr"] = lr
         skipped = 0.0 if bool(norm.isfinite()) else 1.0
         if not skipped:
+            self.before_step()
             step(self._optimizer, self.settings)
         self.ranks.require_equal(zip(self._names, self._parameters, strict=True))
         self._optimizer.zero_grad(set_to_none=True)
@@ -172,6 +175,10 @@ class Imitator(Updater):
 def idle_passes(count: int, ranks: Ranks, device: torch.device | str) -> list[MicroBatch]:
     """Return empty micro-batches, so that a rank with `count` makes as many passes as the rank with the most."""
     return [micro_batches([_idle_sample()], [0.0], 2, device)[0] for _ in range(ranks.max_over_ranks(count) - count)]
+
+
+def _nothing() -> None:
+    pass
 
 
 def _idle_sample() -> Sample:

@@ -47,7 +47,9 @@ class NativeEngine:
 
     `decode` turns token ids into text and is needed only for stop strings. At most `max_sessions` sequences run at
     once; further requests wait. `max_context` bounds prompt and reply together. `runner` computes the model; the
-    default is the fastest that computes it exactly. With `keep_cache` a weight update does not drop the KV cache.
+    default is the fastest that computes it exactly. With `keep_cache` a weight update does not drop the KV cache. With
+    `own_stream` captured steps run on a CUDA stream of their own, beside a learner that has not changed the weights
+    yet.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class NativeEngine:
         seed: int = 0,
         runner: Runner | LaunchRunner | None = None,
         keep_cache: bool = False,
+        own_stream: bool = False,
     ) -> None:
         config = unwrap(model).config
         if getattr(config, "is_encoder_decoder", False):
@@ -74,8 +77,9 @@ class NativeEngine:
         self._decode = decode
         self._vocabulary = unwrap(model).get_input_embeddings().weight.shape[0]
         if runner is None:
-            runner = make_runner(model, max_slots=max_sessions, max_length=self.max_context)
+            runner = make_runner(model, max_slots=max_sessions, max_length=self.max_context, own_stream=own_stream)
         self._runner: Runner | LaunchRunner = runner
+        self.has_own_stream: bool = getattr(runner, "stream", None) is not None
         self._launches = hasattr(runner, "launch")
         self._waiter = ThreadPoolExecutor(1, "native-engine") if self._launches else None
         self._usual_reply = 64.0

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def make_runner(
-    model: Any, *, max_slots: int, max_length: int
+    model: Any, *, max_slots: int, max_length: int, own_stream: bool = False
 ) -> DecoderRunner | GenericRunner | RecomputeRunner | CapturedRunner:
     reason = why_unsupported(model)
     if reason is not None:
@@ -34,7 +34,7 @@ def make_runner(
         if reason is None:
             from agentgym_rl.agent.engines.native.cuda.captured_runner import CapturedRunner
 
-            return CapturedRunner(model, max_slots=max_slots, max_length=max_length)
+            return CapturedRunner(model, max_slots=max_slots, max_length=max_length, own_stream=own_stream)
         warnings.warn(
             f"The native engine cannot capture this model's steps in CUDA graphs ({reason}): they run module by "
             "module. Results are correct, but slower.",

@@ -7,6 +7,7 @@ One graph is one step for a bucket of batch sizes. A launch replays it several t
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import numpy
@@ -67,15 +68,30 @@ class CapturedLaunch:
         return tokens, logprobs
 
 
+def _on_stream(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a method of CapturedRunner use the runner's own stream, if it has one."""
+
+    @wraps(method)
+    def run(self: CapturedRunner, *arguments: Any, **options: Any) -> Any:
+        if self.stream is None:
+            return method(self, *arguments, **options)
+        with torch.cuda.stream(self.stream):
+            return method(self, *arguments, **options)
+
+    return run
+
+
 class CapturedRunner:
     """Runs the models that `why_not_captured` allows."""
 
-    def __init__(self, model: Any, *, max_slots: int, max_length: int) -> None:
+    def __init__(self, model: Any, *, max_slots: int, max_length: int, own_stream: bool = False) -> None:
         self._wrapped, self._model = model, unwrap(model)
         model = self._model
         parameter = model.model.embed_tokens.weight
         self._device, dtype = parameter.device, parameter.dtype
         self._on_cuda = self._device.type == "cuda"
+        self.stream = torch.cuda.Stream(self._device, priority=-1) if own_stream and self._on_cuda else None
+        """Stream of all work, before that of the learner. None: the caller's."""
         config = model.config
         self.cache = SlotCache(
             num_layers=config.num_hidden_layers,
@@ -117,11 +133,14 @@ class CapturedRunner:
         """Whether each row of the present arrangement samples with top_p."""
         self.captures = 0
 
+    @_on_stream
     @torch.no_grad()
     def refresh(self, *, updated: bool = False) -> None:
         """Drop captured steps if a weight has moved, because they are valid only for its address. Copy adapters if they
         were updated or others are active."""
         self._fork = None
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.default_stream(self._device))  # a learner may have changed the weights
         if addresses(self._weight_modules or self._model.modules()) != self._addresses:
             self._build()
         active = self._captured.active_adapters()
@@ -144,6 +163,7 @@ class CapturedRunner:
         if self.cache.spare_position > 0:
             self._captured.refresh_rotary()
 
+    @_on_stream
     @torch.no_grad()
     def reserve(self, length: int) -> None:
         """Reserve cache for sequences of `length` tokens."""
@@ -161,6 +181,7 @@ class CapturedRunner:
     def fits(self, length: int) -> bool:
         return length <= self.cache.spare_position < self._captured.num_positions
 
+    @_on_stream
     @torch.no_grad()
     def prefill(self, rows: list[Row], *, beside: bool = False) -> int:
         """Compute all uncached tokens of the rows except the last ones. Return how many were computed.
@@ -212,6 +233,7 @@ class CapturedRunner:
         numpy.concatenate(parts, out=host.numpy())
         return host.to(self._device, non_blocking=True)
 
+    @_on_stream
     @torch.no_grad()
     def arrange(self, kept: list[int], new: list[DecodeRow]) -> None:
         """Set the rows of the next launches without waiting for those that run."""
@@ -246,6 +268,7 @@ class CapturedRunner:
             added = copied[:, first:num_rows]
             self._history[added[SLOT], added[POSITION]] = added[TOKEN].int()
 
+    @_on_stream
     @torch.no_grad()
     def launch(self, steps: int) -> CapturedLaunch:
         """Start at most `steps` steps for the rows of `arrange`. Two launches may run at once."""
@@ -268,11 +291,13 @@ class CapturedRunner:
             event.record()
         return CapturedLaunch(host, len(self._uses_top_p), steps, event)
 
+    @_on_stream
     def clear(self, slot: int) -> None:
         self._fork = None
         with torch.no_grad():
             self.cache.clear(slot)
 
+    @_on_stream
     def free(self) -> None:
         self._drop_graphs()
         self.cache.free()
