@@ -47,7 +47,7 @@ python results/teachers.py
 ```
 
 - **Distillation**: the teacher is Qwen2.5-Coder-1.5B-Instruct after 50 steps of GRPO as LoRA adapters, under the first
-  stage of the horizon. Students are Qwen2.5-Coder-0.5B-Instruct; each samples 1.5 million tokens
+  stage of the horizon. Students are Qwen2.5-Coder-0.5B-Instruct; each samples a million tokens
   ([distillation](../guides/distillation.md)).
 - **DAgger**: SmolLM2-135M on TextCraft, depths 1 and 2, four rounds (`recipes/smollm2/textcraft_dagger.toml`).
 - **Judged rewards**: 40 steps of GRPO of the 0.5B model on SearchQA, and the 1.5B model as the judge
