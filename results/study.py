@@ -6,8 +6,8 @@ Each run and each evaluation is one command (`agentgym-rl train`, `agentgym-rl e
 A finished job leaves a small JSON under results/<study>/, an evaluation also its episodes (results/episodes.py). At the
 time limit the others write a checkpoint and stop. A job that fails is reported and does not stop the others.
 
-Several jobs on one GPU take turns unless CUDA's MPS runs: start `nvidia-cuda-mps-control -d` before them. Three runs of a
-1.5B model reserve 115 to 123 GB (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True).
+Several jobs on one GPU take turns unless CUDA's MPS runs: start `nvidia-cuda-mps-control -d` before them. Three runs
+of a 1.5B model reserve 115 to 123 GB (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True).
 """
 
 from __future__ import annotations
