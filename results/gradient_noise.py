@@ -1,29 +1,38 @@
-"""Signal-to-noise ratio of the GRPO gradient under shorter and longer horizons, from the same episodes.
+"""What an update learns under shorter and longer horizons: gradients of GRPO, from the same episodes.
 
     RUN=runs/collapse/fixed-64-calm-maze-0
-    agentgym-rl eval --agent $RUN@100 --env maze --subset size4 --split train --limit 32 --samples 8 \\
+    agentgym-rl eval --agent $RUN@100 --env maze --subset size4 --split train --limit 200 --samples 8 \\
         --turns 64 --out runs/noise/100
     python results/gradient_noise.py $RUN/checkpoints/step_000100/model runs/noise/100 --turns 8,16,32,64 \\
         --out results/gradient-noise/fixed-64-calm-0-100.json
 
 No agent knows its horizon, so the first 8 turns of an episode of 64 are those of an episode of 8: every horizon is
-measured on prefixes of the same episodes, which makes the comparison paired. With g_i the gradient of group i,
+measured on prefixes of the same episodes, which makes the comparison paired. With g_i the gradient of group i, G their
+sum, and g', G' those under the longest horizon,
 
-    signal = (|sum g|^2 - sum |g_i|^2) / (n (n - 1))     unbiased estimate of |E g|^2
-    noise  = mean |g_i|^2 - signal                       variance of one group's gradient
+    signal = (|G|^2 - sum |g_i|^2) / (n (n - 1))              unbiased estimate of |E g|^2
+    noise  = mean |g_i|^2 - signal                            variance of one group's gradient
+    shared = (G . G' - sum g_i . g'_i) / (n (n - 1))          unbiased estimate of E g . E g'
     ratio per 1,000 tokens = signal / noise / (processed tokens of a group / 1,000)
+    agreement = shared / sqrt(signal' (signal + noise / m))   expected cosine between the gradient of an update and the
+                                                              true one under the longest horizon
 
-Processed tokens include observations. A group whose episodes end alike has no gradient and still costs its tokens. The
-standard error is a jackknife over groups.
+An update has as many groups m as its tokens allow: those of UPDATE_GROUPS groups under the longest horizon. The ratio
+asks how well a horizon's own gradient is known, the agreement whether an update along it helps under the longest one.
+Processed tokens include observations. A group whose episodes end alike has no gradient and still costs its tokens.
+Standard errors are a jackknife over groups; the record has what it needs (`Products`).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +43,8 @@ from torch import Tensor
 MAX_BYTES = 8 << 30
 """Memory for the gradients of all groups, which are kept to compare them with each other."""
 EPSILON = 1e-6
+UPDATE_GROUPS = 8
+"""Groups of an update under the longest horizon, as in recipes/evidence/maze-rl.toml."""
 
 
 def cut(row: Row, turns: int) -> tuple[list[int], list[bool], float]:
@@ -60,16 +71,16 @@ def groups_of(rows: Sequence[Row]) -> list[list[Row]]:
     return [group for group in by_item.values() if len(group) > 1]
 
 
-def group_gradient(model: Any, group: Sequence[Row], turns: int) -> tuple[Tensor | None, int, int]:
-    """Return (gradient of minus the GRPO objective summed over tokens, processed tokens, sampled tokens).
+def group_gradient(model: Any, group: Sequence[Row], turns: int, aggregate: str) -> tuple[Tensor | None, int]:
+    """Return (gradient of minus the GRPO objective, processed tokens). `aggregate` is that of the recipe.
 
-    The gradient is None if all episodes have the same reward.
+    The gradient is None if all episodes have the same reward. Its scale has no meaning.
     """
     episodes = [cut(row, turns) for row in group]
     rewards = torch.tensor([reward for *_, reward in episodes])
-    processed, sampled_tokens = (sum(len(e[0]) for e in episodes), sum(sum(e[1]) for e in episodes))
+    processed = sum(len(ids) for ids, *_ in episodes)
     if rewards.max() - rewards.min() < EPSILON:
-        return None, processed, sampled_tokens
+        return None, processed
     advantages = (rewards - rewards.mean()) / (rewards.std(correction=0) + EPSILON)
     model.zero_grad(set_to_none=True)
     for (ids, sampled, _), advantage in zip(episodes, advantages.tolist(), strict=True):
@@ -77,59 +88,139 @@ def group_gradient(model: Any, group: Sequence[Row], turns: int) -> tuple[Tensor
         positions = torch.tensor(sampled, device=model.device).nonzero().squeeze(-1)
         logits = model(tokens).logits[0, positions - 1].float()
         logprobs = logits.log_softmax(-1).gather(-1, tokens[0, positions, None])
-        (-advantage * logprobs.sum()).backward()
-    parts = [p.grad.flatten().float().cpu() for p in model.parameters() if p.grad is not None]
-    return torch.cat(parts), processed, sampled_tokens
+        (-advantage * (logprobs.sum() if aggregate == "token" else logprobs.mean())).backward()
+    return torch.cat([p.grad.flatten().float().cpu() for p in model.parameters() if p.grad is not None]), processed
 
 
-def signal_and_noise(gram: Tensor) -> tuple[float, float]:
-    """Return (signal, noise) from the inner products of all groups' gradients."""
-    n = len(gram)
-    squares = float(gram.diagonal().sum())
-    signal = (float(gram.sum()) - squares) / (n * (n - 1))
-    return signal, squares / n - signal
+Estimate = Callable[[int | None], float]
+"""Returns an estimate from all groups (None) or without one."""
 
 
-def ratio_with_error(gram: Tensor, tokens_per_group: float) -> tuple[float, float]:
-    """Return signal / noise per 1,000 tokens and its jackknife standard error."""
-    scale = 1000.0 / tokens_per_group
+@dataclass(frozen=True, slots=True)
+class Products:
+    """Inner products of the gradients of n groups under one horizon, with each other and with the longest horizon's."""
 
-    def ratio(matrix: Tensor) -> float:
-        signal, noise = signal_and_noise(matrix)
-        return scale * signal / noise if noise else 0.0
+    own: list[float]
+    """g_i . g_i of each group."""
+    with_sum: list[float]
+    """g_i . G"""
+    with_longest: list[float]
+    """g_i . g'_i"""
+    with_longest_sum: list[float]
+    """g_i . G'"""
+    longest_with_sum: list[float]
+    """g'_i . G"""
 
-    n = len(gram)
-    without = [ratio(gram[keep][:, keep]) for i in range(n) if len(keep := [j for j in range(n) if j != i]) > 1]
+    def signal_and_noise(self, left_out: int | None = None) -> tuple[float, float]:
+        """Return (signal, noise), of all groups or without one."""
+        n, total, squares = len(self.own), sum(self.with_sum), sum(self.own)
+        if left_out is not None:
+            n, total = n - 1, total - 2 * self.with_sum[left_out] + self.own[left_out]
+            squares -= self.own[left_out]
+        signal = (total - squares) / (n * (n - 1))
+        return signal, squares / n - signal
+
+    def shared(self, left_out: int | None = None) -> float:
+        """Return the estimate of E g . E g', of all groups or without one."""
+        n, total, same = len(self.own), sum(self.with_longest_sum), sum(self.with_longest)
+        if left_out is not None:
+            n, same = n - 1, same - self.with_longest[left_out]
+            total += self.with_longest[left_out] - self.with_longest_sum[left_out] - self.longest_with_sum[left_out]
+        return (total - same) / (n * (n - 1))
+
+
+def products(gradients: Tensor, longest: Tensor) -> Products:
+    """Return the inner products of gradients [n, P], in float64 because n products are added up."""
+    total, longest_total = gradients.sum(0, dtype=torch.float64), longest.sum(0, dtype=torch.float64)
+
+    def rows(a: Tensor, b: Tensor) -> list[float]:
+        return [float(x.double() @ y.double()) for x, y in zip(a, b.expand_as(a), strict=True)]
+
+    return Products(
+        own=rows(gradients, gradients),
+        with_sum=rows(gradients, total),
+        with_longest=rows(gradients, longest),
+        with_longest_sum=rows(gradients, longest_total),
+        longest_with_sum=rows(longest, total),
+    )
+
+
+def ratio(of: Products, tokens_per_group: float, left_out: int | None = None) -> float:
+    """Return signal / noise per 1,000 processed tokens."""
+    signal, noise = of.signal_and_noise(left_out)
+    return 1000.0 / tokens_per_group * signal / noise if noise else 0.0
+
+
+def agreement(of: Products, longest: Products, groups: float, left_out: int | None = None) -> float:
+    """Return the expected cosine between a gradient of `groups` groups and the true one under the longest horizon.
+
+    It is not a number if there is no estimate of the true one.
+    """
+    (signal, noise), (truth, _) = of.signal_and_noise(left_out), longest.signal_and_noise(left_out)
+    square = truth * (signal + noise / groups)
+    return of.shared(left_out) / math.sqrt(square) if truth > 0 and square > 0 else math.nan
+
+
+def with_error(estimate: Estimate, n: int) -> tuple[float, float]:
+    """Return an estimate and its jackknife standard error."""
+    without = [estimate(index) for index in range(n)]
     center = statistics.fmean(without)
-    return ratio(gram), ((n - 1) / n * sum((value - center) ** 2 for value in without)) ** 0.5
+    return estimate(None), math.sqrt((n - 1) / n * sum((value - center) ** 2 for value in without))
 
 
-def measure(model: Any, groups: Sequence[Sequence[Row]], turns: int) -> dict[str, float]:
-    """Return the ratio under a horizon and what it is made of."""
+def measure(
+    model: Any, groups: Sequence[Sequence[Row]], horizons: Sequence[int], aggregate: str
+) -> list[dict[str, Any]]:
+    """Return the inner products under each horizon, from the shortest to the longest."""
     size = sum(p.numel() for p in model.parameters())
-    if 4 * size * len(groups) > MAX_BYTES:
+    if 8 * size * len(groups) > MAX_BYTES:
         raise SystemExit(
-            f"{len(groups)} gradients of {size:,} parameters exceed {MAX_BYTES >> 30} GiB: use fewer groups"
+            f"two gradients of {len(groups)} groups and {size:,} parameters exceed {MAX_BYTES >> 30} GiB: use fewer"
         )
-    results = [group_gradient(model, group, turns) for group in groups]
-    sampled = statistics.fmean(r[2] for r in results)
-    processed = statistics.fmean(r[1] for r in results)
-    kept = [gradient for gradient, *_ in results if gradient is not None]
-    gram = torch.zeros(len(groups), len(groups), dtype=torch.float64)
-    if kept:
-        matrix = torch.stack(kept) / sampled  # a mean over sampled tokens, as in training
-        rows = torch.tensor([i for i, (gradient, *_) in enumerate(results) if gradient is not None])
-        gram[rows[:, None], rows] = (matrix @ matrix.T).double()
-    signal, noise = signal_and_noise(gram)
-    ratio, error = ratio_with_error(gram, processed)
-    values = {
-        "turns": turns,
-        "groups": len(groups),
-        "groups_with_contrast": len(kept),
-        "signal": signal,
-        "noise": noise,
-    }
-    return values | {"processed_tokens_per_group": processed, "ratio_per_1000_tokens": ratio, "standard_error": error}
+    longest: Tensor | None = None
+    measured = []
+    for turns in sorted(horizons, reverse=True):
+        results = [group_gradient(model, group, turns, aggregate) for group in groups]
+        gradients = torch.stack([torch.zeros(size) if gradient is None else gradient for gradient, _ in results])
+        longest = gradients if longest is None else longest
+        measured.append(
+            {
+                "turns": turns,
+                "groups_with_contrast": sum(gradient is not None for gradient, _ in results),
+                "processed_tokens_per_group": statistics.fmean(processed for _, processed in results),
+                **asdict(products(gradients, longest)),
+            }
+        )
+    return measured[::-1]
+
+
+def estimates(horizons: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return the estimates of each horizon that `measure` returned, with their standard errors. `gain` is the agreement
+    less that of the longest horizon."""
+    by_turns = [Products(**{field.name: row[field.name] for field in fields(Products)}) for row in horizons]
+    longest, tokens = by_turns[-1], UPDATE_GROUPS * horizons[-1]["processed_tokens_per_group"]
+    rows = []
+    for row, own in zip(horizons, by_turns, strict=True):
+        agrees = partial(agreement, own, longest, tokens / row["processed_tokens_per_group"])
+        least = partial(agreement, longest, longest, UPDATE_GROUPS)
+        measured = {
+            "ratio": partial(ratio, own, row["processed_tokens_per_group"]),
+            "agreement": agrees,
+            "gain": partial(_difference, agrees, least),
+        }
+        rows.append(
+            {
+                "turns": row["turns"],
+                "contrast": row["groups_with_contrast"] / len(own.own),
+                "tokens": row["processed_tokens_per_group"],
+                **{name: with_error(estimate, len(own.own)) for name, estimate in measured.items()},
+            }
+        )
+    return rows
+
+
+def _difference(first: Estimate, second: Estimate, left_out: int | None) -> float:
+    return first(left_out) - second(left_out)
 
 
 def main() -> None:
@@ -137,6 +228,7 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="folder of the weights that played the episodes")
     parser.add_argument("evaluation", type=Path, help="folder of `agentgym-rl eval` with several samples per item")
     parser.add_argument("--turns", default="8,16,32,64")
+    parser.add_argument("--aggregate", choices=("token", "trajectory"), default="trajectory", help="as in the recipe")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args()
@@ -144,17 +236,19 @@ def main() -> None:
 
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).to(options.device)
     rows = [row for path in sorted((options.evaluation / "trajectories").glob("*.jsonl")) for row in read_rows(path)]
-    measured = [measure(model, groups_of(rows), int(turns)) for turns in options.turns.split(",")]
-    print("| turns | groups with contrast | processed tokens a group | signal / noise per 1,000 tokens |")
-    print("|---|---|---|---|")
-    for m in measured:
-        contrast = f"{m['groups_with_contrast']} of {m['groups']}"
-        ratio = f"{m['ratio_per_1000_tokens']:.2e} ± {m['standard_error']:.1e}"
-        print(f"| {m['turns']} | {contrast} | {m['processed_tokens_per_group']:,.0f} | {ratio} |")
+    horizons = measure(model, groups_of(rows), [int(turns) for turns in options.turns.split(",")], options.aggregate)
+    columns = ("turns", "groups with contrast", "processed tokens a group", "signal / noise per 1,000 tokens")
+    print(f"| {' | '.join((*columns, 'agreement', 'less the longest'))} |")
+    print("|---|---|---|---|---|---|")
+    for row in estimates(horizons):
+        numbers = "{:.2e} ± {:.1e} | {:.3f} ± {:.3f} | {:+.3f} ± {:.3f}".format(
+            *row["ratio"], *row["agreement"], *row["gain"]
+        )
+        print(f"| {row['turns']} | {100 * row['contrast']:.0f}% | {row['tokens']:,.0f} | {numbers} |")
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        record = {"model": options.model.parent.name, "evaluation": options.evaluation.name, "horizons": measured}
-        options.out.write_text(json.dumps(record) + "\n")
+        names = {"model": options.model.parent.name, "evaluation": options.evaluation.name}
+        options.out.write_text(json.dumps(names | {"aggregate": options.aggregate, "horizons": horizons}) + "\n")
 
 
 if __name__ == "__main__":
