@@ -398,7 +398,7 @@ def test_a_preference_after_a_torn_line_is_stored_whole(tmp_path: Path, whole: i
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
 def test_a_preference_that_cannot_be_written_is_refused(tmp_path: Path, make: Callable[[Path], None]) -> None:
     make(tmp_path / NAME)
-    with pytest.raises(ConfigError, match="preferences.jsonl of small cannot be written"):
+    with pytest.raises(ConfigError, match="of small cannot be written"):
         prefer_left(tmp_path, "Ada")
 
 
