@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import tracemalloc
 from functools import cache
 
 import pytest
@@ -123,6 +124,23 @@ def test_cached_ids_cannot_be_changed_by_callers() -> None:
     renderer.opening(opening)[1].token_ids.clear()
     assert (renderer.prompt(opening), renderer.follow_up("a wall")) == (first, follow_up)
     assert renderer.tool_results(results) == tool_results
+
+
+def test_ids_of_long_texts_are_not_kept() -> None:
+    renderer = renderer_of("chatml")
+    observations = (
+        lambda page: renderer.prompt(chat(page)),
+        lambda page: renderer.follow_up(page),
+        lambda page: renderer.tool_results([Message("tool", page, tool_call_id="call00000")]),
+    )
+    tracemalloc.start()
+    for show in observations:
+        before, _ = tracemalloc.get_traced_memory()
+        for number in range(4):
+            show(f"{number} " + "a page " * 20_000)
+        after, _ = tracemalloc.get_traced_memory()
+        assert after - before < 100_000
+    tracemalloc.stop()
 
 
 @pytest.mark.parametrize("style", STYLES)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any, Literal
 
 from jinja2.exceptions import TemplateError
@@ -143,7 +143,9 @@ class Renderer:
 
     def tool_results(self, messages: Sequence[Message], generation_prompt: bool = True) -> list[int]:
         """Return the ids between a reply's end-of-turn token and the next reply: results of its calls, and prompt."""
-        return list(self._tool_results_ids(tuple((m.content, m.tool_call_id) for m in messages), generation_prompt))
+        short = sum(len(m.content) for m in messages) <= _MAX_CACHED_CHARS
+        ids_of = self._tool_results_ids if short else self._encode_tool_results
+        return list(ids_of(tuple((m.content, m.tool_call_id) for m in messages), generation_prompt))
 
     def observation_ids(self, messages: Sequence[Message], generation_prompt: bool = True) -> list[int]:
         """Return the ids of the messages between two replies: one observation, or the results of calls."""
@@ -445,12 +447,8 @@ class Renderer:
             system_ids = self._conversation_ids(((system.role, system.content),), False, _key_of(tools))
         except TemplateError:
             return 0
-        length = 0
-        for system_id, token_id in zip(system_ids, ids, strict=False):
-            if system_id != token_id:
-                break
-            length += 1
-        return length
+        pairs = zip(system_ids, ids, strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def _find_template(self, chat_template: str | None) -> str:
         template = resolve_template(chat_template)
