@@ -25,7 +25,7 @@ from jinja2.exceptions import TemplateError
 from agentgym_rl.agent.observation_frame import ObservationFrames
 from agentgym_rl.agent.probes import TEXT_PROBE, TOOL, TOOL_PROBE, RewrittenHistory, probe_conversations, require_prefix
 from agentgym_rl.agent.segments import match_segment, num_repeated
-from agentgym_rl.agent.templates import TOOL_USE, resolve_template, template_advice
+from agentgym_rl.agent.templates import TOOL_USE, control_tokens, resolve_template, template_advice
 from agentgym_rl.agent.tool_parsers import PARSERS, Parsed
 from agentgym_rl.agent.word_encoder import TokenTexts, WordEncoder, backend_of
 from agentgym_rl.common.chat_messages import to_openai, with_answers_of_the_user
@@ -78,8 +78,7 @@ class Renderer:
         self.tool_format = ""
         """Format of the template's tool calls, a name of PARSERS; known after `require_tools`."""
         self._template = self._find_template(chat_template)
-        special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-        self._control = re.compile("|".join(re.escape(t) for t in sorted(special, key=len, reverse=True)) or "(?!)")
+        self._control = re.compile("(?!)")
         self._frames: ObservationFrames | None = None
         self._no_tools: list[Any] | None = None
         try:
@@ -88,6 +87,8 @@ class Renderer:
             self._no_tools = []  # a template for tools, such as `tool_use` of Hermes, needs a list
         self.folds_system = not self._accepts_system()
         self.end_of_turn, self._end_text = self._find_end_of_turn()
+        turns = self._render([*_START, Message("assistant", _REPLY_MARKER)], generation_prompt=False)
+        self._control = control_tokens(tokenizer, turns)
         before = self._render(_START, generation_prompt=True)
         self._before_reply = before, self.encode(before)
         ends = [i for i, token in tokenizer.added_tokens_decoder.items() if str(token) == _END_OF_MESSAGE]
