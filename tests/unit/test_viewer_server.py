@@ -29,7 +29,7 @@ from agentgym_rl.viewer.bundle import join_modules
 from agentgym_rl.viewer.discovery import RunFolder
 from agentgym_rl.viewer.library import Library
 from agentgym_rl.viewer.page_export import exported_page
-from agentgym_rl.viewer.playground import MAX_GAMES, NoSuchGame, Playground
+from agentgym_rl.viewer.playground import MAX_GAMES, Game, NoSuchGame, Playground
 from agentgym_rl.viewer.preference_store import NAME, store_preference
 from agentgym_rl.viewer.replays import Picture, Replays, picture_of
 from agentgym_rl.viewer.server import create_app, link_to, static_files
@@ -269,6 +269,23 @@ async def test_the_playground_is_played_by_hand_and_by_policies() -> None:
     with pytest.raises(NoSuchGame):
         await playground.act(game["session"], "up")  # the oldest game was closed
     await playground.close(games[0]["session"])
+    await playground.close_all()
+
+
+async def test_many_games_opened_at_once_close_those_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing takes a while. Another game that is opened meanwhile closes other ones."""
+    close = Game.close
+
+    async def close_slowly(game: Game) -> None:
+        await asyncio.sleep(0.01)
+        await close(game)
+
+    monkeypatch.setattr(Game, "close", close_slowly)
+    playground = Playground(ViewerEnvironments())
+    for _ in range(3):
+        games = await asyncio.gather(*(playground.open("maze", item) for item in range(MAX_GAMES)))
+    for game in games:
+        await playground.close(game["session"])
     await playground.close_all()
 
 
