@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import tracemalloc
+from datetime import datetime
 from functools import cache
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 from tokenizers_for_tests import R1, byte_level_bpe, split_segmentation, word_level
+from transformers.utils import chat_template_utils
 
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.templates import TEMPLATES
@@ -286,6 +289,23 @@ def test_without_a_system_role_the_instruction_is_in_the_first_observation() -> 
     assert [m.role for m in opened] == ["system", "user"]
     assert opened[0].token_ids == []
     assert opened[1].token_ids == renderer.prompt(messages)
+
+
+def test_written_replies_are_whole_after_midnight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some templates write the date, and that of the next day may be longer."""
+    day = "{{- '<|im_start|>system\\n' + strftime_now('%d %B') + '<|im_end|>\\n' -}}"
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:
+            return today
+
+    monkeypatch.setattr(chat_template_utils, "datetime", Clock)
+    today = datetime(2026, 8, 31)
+    renderer = Renderer(byte_level_bpe("chatml"), day + CHATML)
+    expected = renderer.reply_ids("north")
+    today = datetime(2026, 9, 1)
+    assert renderer.reply_ids("north") == expected == renderer.encode("north<|im_end|>")
 
 
 def test_template_arguments_reach_the_template() -> None:

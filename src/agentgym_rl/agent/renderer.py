@@ -159,12 +159,11 @@ class Renderer:
         if not tools:
             return self.decode(token_ids), None
         self.require_tools()
-        parse = PARSERS[self.tool_format]
         kept = [token for token in token_ids if token not in self.stop_token_ids]
         # Special tokens are kept for the parser: some formats mark calls by one.
         text = str(self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
         answer = "" if self._is_open_thought(text) else text.rpartition(CLOSE)[2]
-        content, calls = parse(answer)  # a call that a thought mentions is not made
+        content, calls = PARSERS[self.tool_format](answer)  # a call that a thought mentions is not made
         content = text[: len(text) - len(answer.lstrip())] + content
         return self._control.sub("", content).strip(), calls
 
@@ -248,6 +247,9 @@ class Renderer:
         """Return the ids of a written reply (a demonstration), with the end-of-turn token."""
         before, prefix = self._before_reply
         after = self._render([*_START, Message("assistant", content, tool_calls=calls)], generation_prompt=False)
+        if not after.startswith(before.removesuffix(self._opener)):  # the template writes the date, which has changed
+            before = self._render(_START, generation_prompt=True)
+            self._before_reply = (before, prefix) = (before, self.encode(before))
         text = after[: after.rindex(self._end_text)]
         if self._rewrites:
             written = text.removeprefix(before.removesuffix(self._opener))
@@ -255,8 +257,7 @@ class Renderer:
             if not after.startswith(before) or (thought.strip() if calls else content) not in written:
                 # The template drops thoughts even here, but a reply is sampled with its thought.
                 parts = [thought.rstrip(), written.lstrip()] if calls else [content]
-                written = "\n\n".join(filter(None, parts))
-                return [*self.encode(self._opened(written)), self.end_of_turn]
+                return [*self.encode(self._opened("\n\n".join(filter(None, parts)))), self.end_of_turn]
         whole = self.encode(text + self._end_text)
         if whole[: len(prefix)] == prefix:
             return whole[len(prefix) :]
