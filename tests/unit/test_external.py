@@ -29,7 +29,7 @@ from agentgym_rl.agent.proxy.programs import Program
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.config import AgentConfig, Config
 from agentgym_rl.environment.pool import LocalPool
-from agentgym_rl.errors import ConfigError
+from agentgym_rl.errors import ConfigError, EngineError
 from agentgym_rl.run.preflight import require_program
 from agentgym_rl.training.batch import gather
 from agentgym_rl.training.settings import RLSettings
@@ -40,7 +40,7 @@ LIMITS = Limits(max_turns=6, max_new_tokens=40, max_context=400)
 ITEM = 2
 """Needs four steps up."""
 HEAD = """
-import os, sys, time, subprocess, json, urllib.request
+import os, sys, time, subprocess, json, urllib.error, urllib.request
 from agentgym_rl.agent.proxy.client import Episode
 
 def ask(episode, text):
@@ -290,6 +290,42 @@ async def test_a_program_that_fails_ends_the_episode_as_error(player: Player, co
         attempts = await player.play(program(), retries=1)
         assert [t.stop for t in attempts] == [StopReason.ERROR] * 2, "a failed episode is retried"
         assert all(error in (t.error or "") for t in attempts)
+
+
+class FailingEngine(ScriptedEngine):
+    """Fails once, when it is called for the second time."""
+
+    async def generate(self, *request: Any) -> Completion:
+        completion = await super().generate(*request)
+        if len(self.prompts) == 2:
+            raise EngineError("the device is gone")
+        return completion
+
+
+@pytest.mark.parametrize(
+    ("after", "stop", "rewards"),
+    [
+        ("sys.exit(1)", StopReason.ERROR, [0.25]),
+        ("episode.end(0.0)", StopReason.ERROR, [0.25]),
+        ("episode.step(ask(episode, 'again'))", StopReason.DONE, [0.25, 0.25, 0.0]),
+        ("ask(episode, 'again'); episode.end(0.5)", StopReason.DONE, [0.25, 0.5]),
+    ],
+)
+async def test_a_failure_of_the_engine_is_an_error_unless_a_later_call_succeeds(
+    player: Player, after: str, stop: StopReason, rewards: list[float]
+) -> None:
+    player.engine = FailingEngine([renderer_of().reply_ids("up")] * 20)
+    code = f"""
+    episode = Episode.from_environment()
+    episode.step(ask(episode, episode.observation))
+    try:
+        ask(episode, "and now?")
+    except urllib.error.HTTPError:
+        {after}
+    """
+    [trajectory] = await player.play(player.program(code))
+    assert (trajectory.stop, trajectory.rewards) == (stop, rewards)
+    assert (trajectory.error == "EngineError: the device is gone") == (stop is StopReason.ERROR)
 
 
 async def test_a_program_that_cannot_be_started_is_an_error(player: Player) -> None:

@@ -396,6 +396,16 @@ async def test_odd_contents(api: Api, client: ChatClient) -> None:
     assert (answer.content, answer.cut, answer.context_tokens) == ("a?b", False, 0)
 
 
+async def test_a_reply_that_was_cut_in_its_hidden_thought_has_no_content(api: Api, client: ChatClient) -> None:
+    cut = completion(finish="length")
+    cut["choices"][0]["message"] = {"role": "assistant", "reasoning": "I wonder"}
+    api.next = [cut]
+    answer = await client.complete(ASK, SAMPLING)
+    assert (answer.content, answer.cut, len(api.asked)) == ("", True, 1)
+    api.next = [{"choices": [{"message": {"reasoning": "I wonder"}}]}]
+    assert (await client.complete(ASK, SAMPLING)).content == "go"  # asked again: that was no message
+
+
 async def test_one_429_makes_all_requests_wait(api: Api, client: ChatClient) -> None:
     api.next = [Response("slow down", 429, {"Retry-After": "0.5"})]
     first = asyncio.create_task(client.complete(ASK, SAMPLING))
@@ -428,6 +438,17 @@ async def test_requests_per_minute_are_spaced_out(api: Api) -> None:
     await asyncio.gather(*(client.complete(ASK, SAMPLING) for _ in range(5)))
     assert sorted(api.times)[2] - started >= 0.2
     assert sorted(api.times)[4] - started >= 0.4
+    await client.close()
+
+
+async def test_requests_are_spaced_out_after_a_pause_too(api: Api) -> None:
+    client = ChatClient(api.url, "tiny", api_key_variable=None, requests_per_minute=600)
+    api.next = [Response("slow down", 429, {"Retry-After": "0.5"})]
+    await asyncio.gather(*(client.complete(ASK, SAMPLING) for _ in range(6)))
+    first, *_, last = api.times
+    waited = sum(at - first >= 0.5 for at in api.times)
+    assert waited >= 4
+    assert last - first >= 0.5 + 0.1 * (waited - 2)
     await client.close()
 
 

@@ -18,7 +18,17 @@ from agentgym_rl.agent.trees import Branching, TreeCollector
 from agentgym_rl.environment.pool import LocalPool, RemotePool
 from agentgym_rl.environment.tools import Tool
 from agentgym_rl.run.demonstrations import to_sample
-from agentgym_rl.types import Limits, Sampling, Step, StopReason, Task, ToolCall, Trajectory
+from agentgym_rl.types import (
+    Completion,
+    EnvSession,
+    Limits,
+    Sampling,
+    Step,
+    StopReason,
+    Task,
+    ToolCall,
+    Trajectory,
+)
 
 LIMITS = Limits(max_turns=8, max_new_tokens=900, max_context=9000)
 PLACE = {"place": {"type": "string"}}
@@ -107,6 +117,36 @@ async def test_a_branch_of_a_tree_has_the_tools_of_its_item_and_state(pool: Loca
     assert all(t.shared_turns for t in group.trajectories[1:])
     assert [names(t.tools) for t in group.trajectories] == [["bus"]] * 3
     assert {tuple(tools) for tools in offered} == {("bus",), ("bus", "hotel")}
+
+
+class DeskEngine(ScriptedEngine):
+    """Gives the next reply of the script to the conversation in a prompt, whatever the session."""
+
+    renderer: ClassVar[Renderer] = Renderer(byte_level_bpe("chatml"), "chatml", thoughts="drop")
+
+    async def generate(self, prompt_ids: list[int], sampling: Sampling, session: str) -> Completion:
+        replies = self.renderer.tokenizer.decode(prompt_ids).count("<|im_start|>assistant") - 1
+        self.sessions[session] = replies
+        return await super().generate(prompt_ids, sampling, session)
+
+
+async def test_every_prompt_of_a_branch_shows_the_tools_of_its_first(pool: LocalPool | RemotePool) -> None:
+    """The prompts are rendered whole, and the tool that comes later is told by an observation."""
+    renderer = DeskEngine.renderer
+    renderer.require_tools()
+    train, hotel = ([ToolCall(name, {"place": "Oslo"})] for name in ("train", "hotel"))
+    engine = DeskEngine(
+        [renderer.reply_ids(*reply) for reply in (("", train), ("Booked.",), ("", hotel), ("Booked, too.",))]
+    )
+
+    def policy(session: EnvSession, seed: int) -> EnginePolicy:
+        return EnginePolicy(engine, renderer, Sampling(1), instruction=session.instruction, tools=session.tools)
+
+    collect = TreeCollector(Branching(roots=1, branches=1, depth=3), pool, policy, 1, 4)
+    (group,) = await collect([Task("desk", 0)], LIMITS, 1)
+    assert {t.shared_turns for t in group.trajectories} == {0, 1, 2, 3}
+    assert [(t.success, t.num_segments) for t in group.trajectories] == [(True, 1)] * 4
+    assert len(set(map(tuple, engine.prompts))) == 4, "equal replies have equal prompts"
 
 
 async def test_tools_are_those_of_the_item_and_the_state(pool: LocalPool | RemotePool) -> None:

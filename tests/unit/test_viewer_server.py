@@ -8,8 +8,9 @@ import gzip
 import hashlib
 import html
 import json
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,14 @@ from agentgym_rl.commands.view import ViewerEnvironments
 from agentgym_rl.common.http_guard import is_loopback
 from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.run.log import RunLog
+from agentgym_rl.training.preferences import read_preferences
 from agentgym_rl.types import Message
 from agentgym_rl.viewer.bundle import join_modules
+from agentgym_rl.viewer.discovery import RunFolder
 from agentgym_rl.viewer.library import Library
 from agentgym_rl.viewer.page_export import exported_page
-from agentgym_rl.viewer.playground import MAX_GAMES, NoSuchGame, Playground
+from agentgym_rl.viewer.playground import MAX_GAMES, Game, NoSuchGame, Playground
+from agentgym_rl.viewer.preference_store import NAME, store_preference
 from agentgym_rl.viewer.replays import Picture, Replays, picture_of
 from agentgym_rl.viewer.server import create_app, link_to, static_files
 
@@ -268,6 +272,23 @@ async def test_the_playground_is_played_by_hand_and_by_policies() -> None:
     await playground.close_all()
 
 
+async def test_many_games_opened_at_once_close_those_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing takes a while. Another game that is opened meanwhile closes other ones."""
+    close = Game.close
+
+    async def close_slowly(game: Game) -> None:
+        await asyncio.sleep(0.01)
+        await close(game)
+
+    monkeypatch.setattr(Game, "close", close_slowly)
+    playground = Playground(ViewerEnvironments())
+    for _ in range(3):
+        games = await asyncio.gather(*(playground.open("maze", item) for item in range(MAX_GAMES)))
+    for game in games:
+        await playground.close(game["session"])
+    await playground.close_all()
+
+
 async def test_a_policy_gets_the_turns_played_by_hand() -> None:
     received: list[list[Message]] = []
 
@@ -373,6 +394,29 @@ async def test_a_small_export_has_whole_groups_spread_over_the_run(library: Libr
     for row in rows:
         if row["kind"] == "train":
             assert len(data["episodes"]["small"][row["key"]]["group"]) == 4
+
+
+def prefer_left(folder: Path, by: str) -> None:
+    first, second = (json.loads(trajectory.to_json()) for trajectory in played("maze", [1, 1], "random", 2, "train"))
+    store_preference(RunFolder("small", folder, "run"), ("small", first), ("small", second), "left", by)
+
+
+@pytest.mark.parametrize("whole", [0, 1])
+def test_a_preference_after_a_torn_line_is_stored_whole(tmp_path: Path, whole: int) -> None:
+    path = tmp_path / NAME
+    for _ in range(whole):
+        prefer_left(tmp_path, "Ada")
+    with path.open("ab") as file:
+        file.write(b'{"time": 1.5, "by": "Bo')  # a kill, or a full disk
+    prefer_left(tmp_path, "Eve")
+    assert [pair.by for pair in read_preferences([path])] == ["Ada"] * whole + ["Eve"]
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_a_preference_that_cannot_be_written_is_refused(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / NAME)
+    with pytest.raises(ConfigError, match="of small cannot be written"):
+        prefer_left(tmp_path, "Ada")
 
 
 def test_unsupported_module_syntax_is_rejected() -> None:

@@ -150,6 +150,10 @@ class EnginePolicy:
         """Continue in the engine's session of an episode that has ended, whose cache may still hold a prefix."""
         self._session_id = other._session_id
 
+    def show_tools(self, tools: Tools) -> None:
+        """Show these tools in every prompt: an episode that is continued has shown them in its first."""
+        self._tools = list(tools)
+
     async def close(self) -> None:
         await self._engine.release(self._session_id)
 

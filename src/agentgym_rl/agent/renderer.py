@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any, Literal
 
 from jinja2.exceptions import TemplateError
@@ -25,7 +25,7 @@ from jinja2.exceptions import TemplateError
 from agentgym_rl.agent.observation_frame import ObservationFrames
 from agentgym_rl.agent.probes import TEXT_PROBE, TOOL, TOOL_PROBE, RewrittenHistory, probe_conversations, require_prefix
 from agentgym_rl.agent.segments import match_segment, num_repeated
-from agentgym_rl.agent.templates import TOOL_USE, resolve_template, template_advice
+from agentgym_rl.agent.templates import TOOL_USE, control_tokens, resolve_template, template_advice
 from agentgym_rl.agent.tool_parsers import PARSERS, Parsed
 from agentgym_rl.agent.word_encoder import TokenTexts, WordEncoder, backend_of
 from agentgym_rl.common.chat_messages import to_openai, with_answers_of_the_user
@@ -78,8 +78,7 @@ class Renderer:
         self.tool_format = ""
         """Format of the template's tool calls, a name of PARSERS; known after `require_tools`."""
         self._template = self._find_template(chat_template)
-        special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-        self._control = re.compile("|".join(re.escape(t) for t in sorted(special, key=len, reverse=True)) or "(?!)")
+        self._control = re.compile("(?!)")
         self._frames: ObservationFrames | None = None
         self._no_tools: list[Any] | None = None
         try:
@@ -88,6 +87,8 @@ class Renderer:
             self._no_tools = []  # a template for tools, such as `tool_use` of Hermes, needs a list
         self.folds_system = not self._accepts_system()
         self.end_of_turn, self._end_text = self._find_end_of_turn()
+        turns = self._render([*_START, Message("assistant", _REPLY_MARKER)], generation_prompt=False)
+        self._control = control_tokens(tokenizer, turns)
         before = self._render(_START, generation_prompt=True)
         self._before_reply = before, self.encode(before)
         ends = [i for i, token in tokenizer.added_tokens_decoder.items() if str(token) == _END_OF_MESSAGE]
@@ -143,7 +144,9 @@ class Renderer:
 
     def tool_results(self, messages: Sequence[Message], generation_prompt: bool = True) -> list[int]:
         """Return the ids between a reply's end-of-turn token and the next reply: results of its calls, and prompt."""
-        return list(self._tool_results_ids(tuple((m.content, m.tool_call_id) for m in messages), generation_prompt))
+        short = sum(len(m.content) for m in messages) <= _MAX_CACHED_CHARS
+        ids_of = self._tool_results_ids if short else self._encode_tool_results
+        return list(ids_of(tuple((m.content, m.tool_call_id) for m in messages), generation_prompt))
 
     def observation_ids(self, messages: Sequence[Message], generation_prompt: bool = True) -> list[int]:
         """Return the ids of the messages between two replies: one observation, or the results of calls."""
@@ -156,12 +159,11 @@ class Renderer:
         if not tools:
             return self.decode(token_ids), None
         self.require_tools()
-        parse = PARSERS[self.tool_format]
         kept = [token for token in token_ids if token not in self.stop_token_ids]
         # Special tokens are kept for the parser: some formats mark calls by one.
         text = str(self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
         answer = "" if self._is_open_thought(text) else text.rpartition(CLOSE)[2]
-        content, calls = parse(answer)  # a call that a thought mentions is not made
+        content, calls = PARSERS[self.tool_format](answer)  # a call that a thought mentions is not made
         content = text[: len(text) - len(answer.lstrip())] + content
         return self._control.sub("", content).strip(), calls
 
@@ -245,6 +247,9 @@ class Renderer:
         """Return the ids of a written reply (a demonstration), with the end-of-turn token."""
         before, prefix = self._before_reply
         after = self._render([*_START, Message("assistant", content, tool_calls=calls)], generation_prompt=False)
+        if not after.startswith(before.removesuffix(self._opener)):  # the template writes the date, which has changed
+            before = self._render(_START, generation_prompt=True)
+            self._before_reply = (before, prefix) = (before, self.encode(before))
         text = after[: after.rindex(self._end_text)]
         if self._rewrites:
             written = text.removeprefix(before.removesuffix(self._opener))
@@ -252,8 +257,7 @@ class Renderer:
             if not after.startswith(before) or (thought.strip() if calls else content) not in written:
                 # The template drops thoughts even here, but a reply is sampled with its thought.
                 parts = [thought.rstrip(), written.lstrip()] if calls else [content]
-                written = "\n\n".join(filter(None, parts))
-                return [*self.encode(self._opened(written)), self.end_of_turn]
+                return [*self.encode(self._opened("\n\n".join(filter(None, parts)))), self.end_of_turn]
         whole = self.encode(text + self._end_text)
         if whole[: len(prefix)] == prefix:
             return whole[len(prefix) :]
@@ -445,12 +449,8 @@ class Renderer:
             system_ids = self._conversation_ids(((system.role, system.content),), False, _key_of(tools))
         except TemplateError:
             return 0
-        length = 0
-        for system_id, token_id in zip(system_ids, ids, strict=False):
-            if system_id != token_id:
-                break
-            length += 1
-        return length
+        pairs = zip(system_ids, ids, strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def _find_template(self, chat_template: str | None) -> str:
         template = resolve_template(chat_template)

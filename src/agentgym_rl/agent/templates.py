@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
+from agentgym_rl.common.thoughts import CLOSE, OPEN
 from agentgym_rl.errors import ConfigError
 
 # Tool calls as Hermes models and Qwen2.5 were tuned on them. Expects `system`, the text of the system message or "".
@@ -134,3 +137,20 @@ def resolve_template(chat_template: str | None) -> str | None:
             f"model.chat_template needs one of {', '.join(sorted(TEMPLATES))} or the path of a Jinja file, "
             f"got {chat_template!r}, which cannot be read ({error.strerror})"
         ) from None
+
+
+_MARKUP = re.compile(r"\W+\w.*\W")
+
+
+def control_tokens(tokenizer: Any, turns: str) -> re.Pattern[str]:
+    """Return a pattern of the tokens that no message may contain: special tokens, and those that mark turns.
+
+    `turns` is a conversation as the template writes it. DeepSeek-R1 marks turns by tokens that are not special.
+    """
+
+    def is_control(token: Any) -> bool:
+        text = str(token)
+        return token.special or (text in turns and text not in (OPEN, CLOSE) and _MARKUP.fullmatch(text) is not None)
+
+    texts = {str(token) for token in tokenizer.added_tokens_decoder.values() if is_control(token)}
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")

@@ -279,9 +279,11 @@ class TreeCollector(Collector):
             policies.append(policy)
             if branch is None:
                 return sessions[-1], policy
-            if isinstance(policy, EnginePolicy) and isinstance(branch.path.policy, EnginePolicy):
-                policy.take_session(branch.path.policy)
-                branch.path.policy = None
+            if isinstance(policy, EnginePolicy):
+                policy.show_tools(branch.path.trajectory.tools)
+                if isinstance(branch.path.policy, EnginePolicy):
+                    policy.take_session(branch.path.policy)
+                    branch.path.policy = None
             return sessions[-1], BranchPolicy(policy, branch.path.trajectory.messages, branch.turn)
 
         parent = ("", 0) if branch is None else (branch.path.trajectory.id, branch.turn)

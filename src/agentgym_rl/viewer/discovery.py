@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, cast
 
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.viewer.encode import read_object, replace_surrogates
@@ -103,14 +103,18 @@ def current_state(row: dict[str, Any], silent_s: float = 0.0) -> str:
     return "stopped" if host is None and silent_s > SILENCE_TIMEOUT_S else str(state)
 
 
-def open_inside(run: Path, path: Path) -> BinaryIO:
-    """Open a file of a run for reading. Raise OSError if it is outside the run's folder or not a regular file.
+def open_inside(run: Path, path: Path, mode: str = "rb") -> BinaryIO:
+    """Open a file of a run. Raise OSError if it is outside the run's folder or not a regular file.
 
     A run may come from an untrusted user. A link in it must not expose other files, and a pipe must not block.
     """
     if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(run)):
         raise PermissionError(errno.EACCES, "it is a link to a file outside the run's folder")
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0)))  # noqa: SIM115
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | getattr(os, "O_NONBLOCK", 0), 0o666)
+
+    file = cast(BinaryIO, open(path, mode, opener=opener))  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError(errno.EINVAL, "it is not a regular file")

@@ -167,8 +167,9 @@ class Playground:
         return game
 
     async def _close_idle_games(self) -> None:
-        oldest = sorted(self._games, key=lambda game_id: self._games[game_id].used)
-        idle = [g for g in oldest if time.monotonic() - self._games[g].used > IDLE_TIMEOUT_S]
-        surplus = oldest[: max(0, len(oldest) - MAX_GAMES + 1)]
-        for game_id in dict.fromkeys([*idle, *surplus]):
-            await self._games.pop(game_id).close()
+        while self._games:
+            oldest = min(self._games, key=lambda game_id: self._games[game_id].used)
+            idle_s = time.monotonic() - self._games[oldest].used
+            if len(self._games) < MAX_GAMES and idle_s <= IDLE_TIMEOUT_S:
+                return
+            await self._games.pop(oldest).close()

@@ -7,6 +7,8 @@ A later click of the same person on the same pair replaces an earlier one; reade
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,14 @@ from typing import Any
 import orjson
 
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.viewer.discovery import RunFolder
+from agentgym_rl.viewer.discovery import RunFolder, open_inside
 from agentgym_rl.viewer.encode import read_object, to_json
 
 NAME = "preferences.jsonl"
 CHOICES = ("left", "right", "equal")
 MAX_NAME = 80
 """Longest name of a person, in characters."""
+_writing = threading.Lock()
 
 
 def store_preference(
@@ -42,9 +45,21 @@ def store_preference(
         raise ConfigError("a preference compares two episodes, this is one and the same")
     head = {"time": round(time.time(), 3), "by": by, "better": better}
     sides = {"left": {"run": left_run, "episode": first}, "right": {"run": right_run, "episode": second}}
-    with _path(folder).open("ab") as file:
-        file.write(to_json(head | sides) + b"\n")
+    try:
+        _append(folder, to_json(head | sides) + b"\n")
+    except OSError as error:
+        raise ConfigError(f"{NAME} of {folder.id} cannot be written: {error.strerror or error}") from error
     return head
+
+
+def _append(folder: RunFolder, line: bytes) -> None:
+    with _writing, open_inside(folder.path, _path(folder), "a+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(0, end - 1))
+        if file.read(1) not in (b"", b"\n"):  # a kill or a full disk tore the last line; this one must not continue it
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
+        file.write(line)
 
 
 def preferences_of(left: tuple[RunFolder, str], right: tuple[RunFolder, str]) -> list[dict[str, Any]]:

@@ -291,9 +291,9 @@ class ChatClient:
             row = response.json()
             choice = row["choices"][0]
             answered = choice["message"]
-            message = from_openai({"tool_calls": answered.get("tool_calls"), "role": "assistant"})
-            if not message.tool_calls or answered.get("content"):
-                message.content = from_openai({"content": answered["content"], "role": "assistant"}).content
+            # Servers leave out the content of a reply that is only calls, or that was cut in its hidden thought.
+            text = answered.get("content") if "role" in answered else answered["content"]
+            message = from_openai({"content": text, "tool_calls": answered.get("tool_calls"), "role": "assistant"})
             # A lone surrogate is legal in JSON and cannot be written to a file.
             content = message.content.encode("utf-8", "replace").decode()
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
@@ -323,15 +323,16 @@ class _RateLimiter:
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
+        self._turn = asyncio.Lock()
         self._next = 0.0
         self._paused_until = 0.0
 
     async def wait(self) -> None:
-        start = max(self._next, time.monotonic())
-        self._next = start + self._interval_s
-        # A pause may begin or grow while this request waits.
-        while (wait_s := max(start, self._paused_until) - time.monotonic()) > 0:  # noqa: ASYNC110 - the end is known
-            await asyncio.sleep(wait_s)
+        async with self._turn:  # in the order of the calls, so that those that waited for a pause are spaced as well
+            # A pause may begin or grow while this request waits.
+            while (wait_s := max(self._next, self._paused_until) - time.monotonic()) > 0:  # noqa: ASYNC110 - the end is known
+                await asyncio.sleep(wait_s)
+            self._next = time.monotonic() + self._interval_s
 
     def pause(self, wait_s: float) -> None:
         self._paused_until = max(self._paused_until, time.monotonic() + wait_s)

@@ -82,7 +82,7 @@ class RecordedModel:
         self.overflowed = False
         """Whether the last call did not fit into the context."""
         self.failure: Exception | None = None
-        """Failure of the engine."""
+        """Failure of the engine in the last call, or None."""
         self._closed = False
         self._generating: asyncio.Task[Completion] | None = None
 
@@ -109,6 +109,7 @@ class RecordedModel:
                 seed=None if seed is None else stable_seed(seed, len(self.calls)),
             )
             completion = await self._generate(prompt_ids, sampling)
+            self.failure = None
             message = self._read(request, completion.token_ids)
             new_text = "\n".join(m.text for m in _after_last_reply(request.messages))
             self.calls.append(

@@ -139,7 +139,10 @@ class ExternalPolicy:
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if submitted.done():
-                return submitted.result()
+                submission = submitted.result()
+                # A reward after a failure of the engine would blame the program for it.
+                if submission.ending is None or session.model.failure is None:
+                    return submission
         finally:
             submitted.cancel()
         if session.model.failure is not None:
