@@ -274,6 +274,7 @@ def test_recipes_are_listed_printed_and_copied(tmp_path: Path) -> None:
         (["textcraft/grpo", "--copy", "mine"], ["exists already"]),
         (["textcraft/gpro"], ["did you mean textcraft/grpo?"]),
         (["--copy", "mine"], ["needs the name of a recipe"]),
+        (["textcraft/grpo", "--copy", "mine/grpo.toml"], ["is a file: --copy needs a folder"]),
     ):
         completed = command("recipes", *arguments, cwd=tmp_path)
         assert completed.returncode == 2
@@ -364,6 +365,10 @@ def test_show_prints_episodes(run: Path, tmp_path: Path) -> None:
     completed = command("show", str(run), "--step", "77")
     assert completed.returncode == 2
     assert_one_clear_line(completed.stderr, "no training episodes of step 77")
+    (tmp_path / "rows.jsonl").write_text('{"id": 1}\n')
+    completed = command("show", str(tmp_path / "rows.jsonl"))
+    assert completed.returncode == 2
+    assert_one_clear_line(completed.stderr, "rows.jsonl line 1 is not a trajectory")
     completed = command("show", str(tmp_path))
     assert completed.returncode == 2
     assert_one_clear_line(completed.stderr, "no training episodes")

@@ -140,6 +140,9 @@ async def test_rescore_judges_stored_episodes_again_and_shows_how_ranks_change(
     shaped = await asyncio.to_thread(rescored, "--recipe", str(tmp_path / "shaped.toml"), "--step", "2")
     assert (shaped["episodes"], "judge_calls" in shaped) == (16, False)
     assert comparable_trajectories(folder) == stored
+    arguments = ["rescore", str(folder), "--out", str(tmp_path / "missing" / "rescored.jsonl")]
+    missing = await asyncio.to_thread(CliRunner().invoke, app, arguments)
+    assert "there is no folder" in str(missing.exception)
     text = (await asyncio.to_thread(CliRunner().invoke, app, ["rescore", str(folder)])).output
     assert "are reversed now" in text
     assert "Largest changes" in text

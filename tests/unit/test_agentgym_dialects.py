@@ -537,7 +537,7 @@ def test_items_from_the_config(tmp_path: Path):
         tasks.write_text(content)
         with pytest.raises(ConfigError, match=r"tasks\.json"):
             read_items(str(tasks))
-    for text in ("5-3", "-1", "1-2-3", "", "no/such/file.json"):
+    for text in ("5-3", "0-3,9-5", "-1", "1-2-3", "", "no/such/file.json"):
         with pytest.raises(ConfigError, match="items"):
             read_items(text)
 

@@ -598,7 +598,7 @@ def test_items_are_evenly_spaced() -> None:
     assert [levels.count(level) for level in range(11)] == [5] * 11
 
 
-@pytest.mark.parametrize("text", ["", "2,,4", "0,3", "a", "-2", "2.5"])
+@pytest.mark.parametrize("text", ["", "2,,4", "0,3", "a", "-2", "2.5", "²"])
 def test_invalid_turns_are_rejected(text: str) -> None:
     with pytest.raises(ConfigError, match="--turns needs whole numbers"):
         parse_turns(text)

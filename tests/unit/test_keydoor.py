@@ -7,6 +7,7 @@ import random
 import pytest
 
 from agentgym_rl.environment.envs.keydoor import LAYOUTS, SUBSETS, KeyDoor
+from agentgym_rl.environment.envs.keydoor_duo import KeyDoorDuo
 from agentgym_rl.errors import EnvError
 
 
@@ -100,3 +101,17 @@ def test_random_play_wins_sometimes_and_the_vocabulary_is_small() -> None:
                 break
     assert 0.05 < won / games < 0.2
     assert len(words) < 32
+
+
+def test_the_state_of_two_roles_has_the_refusal_that_the_walker_will_read() -> None:
+    refused, moved = KeyDoorDuo(), KeyDoorDuo()
+    for env in (refused, moved):
+        env.reset(2)
+        env.step("red")
+    refused.step("dance")
+    for turn in range(2):  # to the other room and back
+        if turn:
+            moved.step("red")
+        moved.step(next(action for action in moved.actions() if action.startswith("go to")))
+    assert refused.state_key() != moved.state_key()
+    assert refused.step("red").observation == f"That was not possible. {moved.step('red').observation}"

@@ -87,7 +87,10 @@ def test_messages_that_do_not_fit_are_answered_with_a_code(ours: RunningServer) 
             return str(answer["data"].get("code", answer["type"]))
 
         assert code("{") == "INVALID_JSON"
+        assert code("[" * 100_000) == "INVALID_JSON"
         assert code("[]") == "UNKNOWN_TYPE"
+        assert code('{"type": "reset", "data": [1]}') == "VALIDATION_ERROR"
+        assert code('{"type": "reset", "data": {"split": ["train"]}}') == "VALIDATION_ERROR"
         assert code('{"type": "dance"}') == "UNKNOWN_TYPE"
         assert code('{"type": "step", "data": {"action": "move up"}}') == "EXECUTION_ERROR"  # not reset
         assert code('{"type": "reset", "data": {"split": "dev"}}') == "VALIDATION_ERROR"

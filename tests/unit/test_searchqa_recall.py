@@ -168,5 +168,9 @@ def test_index_reports_recall_of_question_files(files: Path, tmp_path: Path) -> 
         ("hotpotqa", "bm25", 8),
         ("nq", "bm25", 8),
     ]
+    run = CliRunner().invoke(app, [*arguments, "--report", str(tmp_path / "missing" / "r.json")])
+    assert "there is no folder" in str(run.exception)
+    run = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path)])
+    assert "is not a search index" in str(run.exception)
     missing = CliRunner().invoke(app, ["index", str(files / "corpus.jsonl.gz"), "--questions", "nothing.jsonl"])
     assert "nothing.jsonl: no such file" in str(missing.exception)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import threading
 import time
@@ -23,6 +24,7 @@ from typer.testing import CliRunner
 from agentgym_rl.cli import app
 from agentgym_rl.environment import catalog
 from agentgym_rl.environment.envs.searchqa import Passage, SearchQA, build_index, open_retriever, searchqa_from
+from agentgym_rl.environment.envs.searchqa.datasets import load_with_rows
 from agentgym_rl.environment.envs.searchqa.dense import DenseRetriever, Encoder, EncoderSettings, nearest
 from agentgym_rl.environment.envs.searchqa.passages import MappedPassages, read_corpus
 from agentgym_rl.environment.envs.searchqa.remote import RemoteRetriever
@@ -101,6 +103,24 @@ def test_bad_corpus_raises_an_error_and_leaves_no_index(tmp_path: Path, text: st
     with pytest.raises(ConfigError, match=message):
         build_index(tmp_path / "c.jsonl", tmp_path / "index")
     assert [path.name for path in tmp_path.iterdir()] == ["c.jsonl"]
+
+
+def test_a_damaged_gzip_file_is_a_config_error(tmp_path: Path) -> None:
+    packed = gzip.compress(b"".join(b'{"title": "%d", "text": "b"}\n' % number for number in range(20_000)))
+    damaged = {"other": b"no gzip file\n", "cut": packed[: len(packed) // 2], "changed": bytearray(packed)}
+    damaged["changed"][20:60] = bytes(40)
+    for name, data in damaged.items():
+        path = tmp_path / f"nq_{name}.jsonl.gz"
+        path.write_bytes(data)
+        for read in (lambda path: build_index(path, tmp_path / "index"), load_with_rows):
+            with pytest.raises(ConfigError, match=f"nq_{name}.*is no gzip file, or is damaged or cut off"):
+                read(path)
+
+
+def test_an_index_folder_that_cannot_be_made_is_a_config_error(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "c.jsonl", "plain")
+    with pytest.raises(ConfigError, match="cannot be made"):
+        build_index(corpus, corpus / "index")
 
 
 def test_index_on_disk_matches_index_in_memory(tmp_path: Path) -> None:
@@ -400,6 +420,17 @@ def test_class_over_custom_data(tmp_path: Path, data: Path) -> None:
     assert SearchQA.splits["train"] == range(1450)
     with pytest.raises(ConfigError, match="at least 1 passage"):
         searchqa_from(data, index, passages_per_search=0)
+
+
+def test_kwargs_of_the_wrong_type_are_a_config_error(tmp_path: Path, data: Path) -> None:
+    index = tmp_path / "index"
+    build_index(write_corpus(tmp_path / "c.jsonl", "wiki"), index)
+    for wrong in ({"passages_per_search": "x"}, {"test_share": "x"}, {"data": 3}):
+        with pytest.raises(ConfigError, match=r"environment searchqa: kwargs .* raised TypeError"):
+            catalog.load("searchqa", {"data": str(data), "index": str(index), **wrong})
+    (index / "offsets.npy").unlink()
+    with pytest.raises(ConfigError, match=r"raised FileNotFoundError: .*offsets\.npy"):
+        catalog.load("searchqa", {"data": str(data), "index": str(index)})
 
 
 async def test_dead_service_ends_the_episode_with_an_error(service: str, data: Path) -> None:

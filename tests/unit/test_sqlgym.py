@@ -9,6 +9,7 @@ import pytest
 
 from agentgym_rl.environment.envs import text_svg
 from agentgym_rl.environment.envs.sqlgym import SqlGym, tasks
+from agentgym_rl.environment.envs.sqlgym.databases import build
 from agentgym_rl.environment.envs.sqlgym.env import MAX_ROWS
 from agentgym_rl.errors import EnvError
 
@@ -40,6 +41,16 @@ def test_the_oracle_answers_items_of_every_kind_in_two_turns() -> None:
         assert env.oracle() == "submit"
         step = env.step("submit")
         assert (step.reward, step.done, step.info) == (1.0, True, {"valid": True, "success": True})
+
+
+def test_an_order_that_the_question_asks_for_is_unique() -> None:
+    ordered = [question for item in ALL_ITEMS[3500:] if (question := tasks.question(item)).ordered]
+    assert len(ordered) > 100
+    for question in ordered:
+        connection = build(question.database, question.seed)
+        rows, other = (connection.execute(question.statement + tail).fetchall() for tail in ("", " DESC"))
+        assert rows == other, question.text
+        connection.close()
 
 
 def test_new_forms_of_questions_are_not_in_training() -> None:

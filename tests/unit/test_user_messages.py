@@ -13,6 +13,7 @@ from tokenizers_for_tests import byte_level_bpe
 from agentgym_rl.agent.policy import EnginePolicy, OraclePolicy
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.rollout import rollout
+from agentgym_rl.agent.session_wrapper import ForkableSession
 from agentgym_rl.agent.styles import STYLES
 from agentgym_rl.agent.trees import Branching, TreeCollector
 from agentgym_rl.environment.pool import LocalPool, RemotePool
@@ -147,6 +148,20 @@ async def test_every_prompt_of_a_branch_shows_the_tools_of_its_first(pool: Local
     assert {t.shared_turns for t in group.trajectories} == {0, 1, 2, 3}
     assert [(t.success, t.num_segments) for t in group.trajectories] == [(True, 1)] * 4
     assert len(set(map(tuple, engine.prompts))) == 4, "equal replies have equal prompts"
+
+
+async def test_a_resumed_copy_announces_tools_that_come_later() -> None:
+    pool = LocalPool({"desk": Desk}, action_format="tool")
+    session = await pool.open("desk")
+    await session.reset(0)
+    assert isinstance(session, ForkableSession)
+    copy = await session.fork()
+    for _ in range(2):  # by hand, and again from the copy
+        assert names(session.tools) == ["train"]
+        await session.call([], "Where to?")
+        assert names(session.tools) == ["train", "hotel"]
+        await session.resume(copy)
+    await pool.close()
 
 
 async def test_tools_are_those_of_the_item_and_the_state(pool: LocalPool | RemotePool) -> None:

@@ -11,7 +11,7 @@ def parse_turns(text: str | None) -> tuple[int, ...]:
     if text is None:
         return ()
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() and int(part) > 0 for part in parts):
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise ConfigError(f"--turns needs whole numbers from 1 on, such as 30 or 2,4,8,16, got {text!r}")
     return tuple(sorted({int(part) for part in parts}))
 

@@ -63,6 +63,8 @@ def copy_recipe(name: str, folder: Path) -> list[Path]:
     if template and (source.parent / template).is_file():
         text = text.replace(f'"{template}"', f'"{Path(template).name}"')
         copies[folder / Path(template).name] = source.parent / template
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file: --copy needs a folder")
     for path in copies:
         if path.exists():
             raise ConfigError(f"{path} exists already: choose another folder")

@@ -45,6 +45,8 @@ async def rescore(
     """
     if not (run / "config.toml").is_file():
         raise ConfigError(f"rescore needs a run directory with a config.toml in it, {run} is none")
+    if out is not None and not out.parent.is_dir():  # before the judge is paid
+        raise ConfigError(f"--out {out}: there is no folder {out.parent}")
     config = load_config(recipe or run / "config.toml", overrides)
     if not config.rewards:
         raise ConfigError(

@@ -296,7 +296,10 @@ def read_items(text: str, env: str | None = None, url: str | None = None) -> lis
         items: list[int] = []
         for part in text.split(","):
             first, _, last = part.partition("-")
-            items += range(int(first), int(last or first) + 1)
+            numbers = range(int(first), int(last or first) + 1)
+            if not numbers:
+                raise ConfigError(f"items {text!r}: {part.strip()} goes down: write the smaller number first")
+            items += numbers
     else:
         items = _read_task_list(Path(text), env, published=url is None or not is_agentgym(url))
     if not items:

@@ -15,7 +15,7 @@ from typing import Any, cast
 from agentgym_rl.environment.agentgym_servers import SERVED
 from agentgym_rl.environment.base import HasAgentGymNumbers, TextEnv
 from agentgym_rl.environment.own_class import bind, import_class, is_import_path
-from agentgym_rl.errors import ConfigError, did_you_mean
+from agentgym_rl.errors import ConfigError, describe_error, did_you_mean
 
 ENTRY_POINTS = "agentgym_rl.environments"
 """Group of entry points by which an installed package adds environments."""
@@ -231,7 +231,7 @@ def _load_bridged(name: str, attribute: str, kwargs: Mapping[str, Any]) -> type[
         except TypeError as error:
             takes = ", ".join(list(signature(make).parameters)[1:])
             raise ConfigError(f"environment {name}: kwargs: {error}; it takes {takes}") from None
-        _bridged[key] = make(rest, **kwargs)
+        _bridged[key] = _made(name, partial(make, rest), kwargs)
     return _bridged[key]
 
 
@@ -283,7 +283,15 @@ def load(name: str, kwargs: Mapping[str, Any] | None = None) -> type[TextEnv]:
     except TypeError as error:
         takes = ", ".join(signature(target).parameters)
         raise ConfigError(f"environment {name}: kwargs: {error}; it takes {takes}") from None
-    return cast("type[TextEnv]", target(**kwargs))
+    return _made(name, target, kwargs)
+
+
+def _made(name: str, make: Callable[..., Any], kwargs: Mapping[str, Any]) -> type[TextEnv]:
+    """Return the class that a function makes from a recipe's kwargs, whose types are not checked before."""
+    try:
+        return cast("type[TextEnv]", make(**kwargs))
+    except (TypeError, ValueError, OSError) as error:
+        raise ConfigError(f"environment {name}: kwargs {dict(kwargs)} raised {describe_error(error)}") from error
 
 
 def _import(name: str, attribute: str) -> Any:

@@ -115,6 +115,8 @@ class EpisodeCopy:
     """Its state_key() at that moment; None if it has none."""
     observation: str
     rewards: tuple[float, ...]
+    item_tools: list[str] | None
+    """Names of its tools at that moment, if they depend on the state."""
 
 
 def fork_env(env: TextEnv) -> TextEnv | None:
@@ -271,7 +273,9 @@ class LocalSession:
             if self._not_playing:
                 raise NotPlaying(f"this {self.name} session {self._not_playing}: reset it")
             env, key = await self._call("fork", self._fork, self._env)
-            return None if env is None else EpisodeCopy(env, key, self.observation, tuple(self._rewards))
+            if env is None:
+                return None
+            return EpisodeCopy(env, key, self.observation, tuple(self._rewards), self._item_tools)
 
     async def resume(self, episode: EpisodeCopy) -> None:
         """Continue the episode of a copy, which stays as it is. The environment of this session is closed."""
@@ -290,6 +294,7 @@ class LocalSession:
             self._roles_env = _if_it_has_roles(env)
             self._started, self._not_playing = True, ""
             self._rewards, self.observation = list(episode.rewards), episode.observation
+            self._item_tools = episode.item_tools
 
     async def close(self) -> None:
         """Close the environment and its thread. Never raise, and never wait for a hung thread."""

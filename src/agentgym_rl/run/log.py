@@ -328,8 +328,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def read_trajectories(path: Path) -> Iterator[Trajectory]:
     """Yield the episodes of one file of `trajectories/`, without a torn last line."""
-    for line in _whole_lines(path):
-        yield Trajectory.from_json(line.decode())
+    for number, line in enumerate(_whole_lines(path), start=1):
+        try:
+            yield Trajectory.from_json(line.decode())
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path} line {number} is not a trajectory: {error!r:.200}") from error
 
 
 def horizon_stages(metrics: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -73,7 +73,7 @@ class Conversation:
         """Return the answer to a message, or None to close."""
         try:
             message = json.loads(raw)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return _error("INVALID_JSON", f"Invalid JSON: {error}")
         kind = message.get("type") if isinstance(message, dict) else None
         data = message.get("data") if isinstance(message, dict) else None
@@ -93,10 +93,12 @@ class Conversation:
         return _error("UNKNOWN_TYPE", f"Unknown message type: {str(kind)[:80]}")
 
     async def _reset(self, data: Any) -> Step:
+        if not isinstance(data, dict):
+            raise BadMessage(f"the data of a reset must be an object, got {type(data).__name__}")
         item = _integer(data, "item")
         if item is None:
             split = data.get("split", "train")
-            if split not in self._splits:
+            if not isinstance(split, str) or split not in self._splits:
                 raise BadMessage(f"there is no split {split!r:.80}: there are {', '.join(self._splits)}")
             items = self._splits[split]
             item = items[(_integer(data, "seed") or 0) % len(items)]

@@ -85,8 +85,10 @@ class KeyDoorDuo(KeyDoor):
         return self._towards(self._named if self._named in colours else colours[0])
 
     def state_key(self) -> str:
-        """Return KeyDoor's key with the role to act, the colour named last and the last message."""
-        return f"{super().state_key()}|{self._role}|{self._named}|{self._message}"
+        """Return KeyDoor's key with the role to act, a refusal of the walker's last move, the colour named last and the
+        last message."""
+        refused = "refused" if self._refused else ""
+        return f"{super().state_key()}|{self._role}|{refused}|{self._named}|{self._message}"
 
     def _observation(self) -> str:
         keys = [f"a {colour} key" for colour in self._keys_here()] or ["nothing"]

@@ -16,7 +16,7 @@ TASKS = (
 )
 SPLITS = {"train": range(3000), "test": range(3000, 3200), "validation": range(3200, 3300)}
 _HELD_OUT = 7
-"""Every seventh pair of a thing and a place is a task of the test and validation splits only."""
+"""Every seventh goal, a thing and a kind of place in a kind of room, is of the test and validation splits only."""
 CLOSED = frozenset(("cabinet", "drawer", "fridge", "microwave", "safe", "wardrobe"))
 """Places that are closed at first."""
 TOOLS = {"clean": "sinkbasin", "heat": "microwave", "cool": "fridge"}

@@ -58,8 +58,10 @@ def default_folder(corpus: Path) -> Path:
 def measure_questions(folder: Path, patterns: list[str], limit: int | None, out: Path | None) -> None:
     """Print, for each question file and retriever, recall of the gold passages and milliseconds a query."""
     files = [Path(name) for pattern in patterns for name in sorted(glob.glob(pattern)) or [pattern]]
-    titles = titles_by_id(folder)
+    if out is not None and not out.parent.is_dir():  # before minutes of measuring
+        raise ConfigError(f"--report {out}: there is no folder {out.parent}")
     manifest = read_manifest(folder)
+    titles = titles_by_id(folder)
     kinds: tuple[Kind, ...] = ("bm25", "dense", "hybrid") if "encoder" in manifest else ("bm25",)
     rows = []
     console = Console()

@@ -48,7 +48,12 @@ def build_index(
         raise ConfigError(f"corpus {corpus}: no such file")
     model = Encoder(encoder) if encoder else None  # first, so that a wrong name fails before the long work
     partial_folder = folder.with_name(f".{folder.name}.{os.getpid()}.unfinished")
-    (partial_folder / "bm25").mkdir(parents=True)
+    try:
+        (partial_folder / "bm25").mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(
+            f"index folder {folder} cannot be made ({error.strerror or error}): choose another"
+        ) from error
     try:
         num_passages = _write_bm25(corpus, partial_folder, progress)
         if model:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import mmap
+import zlib
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -71,7 +73,7 @@ def read_corpus(path: Path) -> Iterator[tuple[Passage, int]]:
             yield _parse_passage(row, index, f"{path}, entry {index}"), size * (index + 1) // len(rows)
         return
     index = 0
-    with path.open("rb") as file:
+    with path.open("rb") as file, _explain_damage(path):
         lines = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
         for number, line in enumerate(lines, start=1):
             num_read = file.tell() if path.suffix == ".gz" else num_read + len(line)
@@ -82,10 +84,17 @@ def read_corpus(path: Path) -> Iterator[tuple[Passage, int]]:
 
 def read_bytes(path: Path) -> bytes:
     """Return the content of a file, unpacked if its name ends in .gz."""
-    try:
+    with _explain_damage(path):
         return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (gzip.BadGzipFile, EOFError) as error:
-        raise ConfigError(f"{path} is not a gzip file: {error}") from error
+
+
+@contextlib.contextmanager
+def _explain_damage(path: Path) -> Iterator[None]:
+    """Turn the errors of unpacking a file into a ConfigError."""
+    try:
+        yield
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ConfigError(f"{path} is no gzip file, or is damaged or cut off: {error}") from error
 
 
 def parse_json(data: bytes, path: Path, line: int | None = None) -> Any:

@@ -162,7 +162,8 @@ def _draw(template: Template, connection: sqlite3.Connection, rng: random.Random
 
 @lru_cache(maxsize=4096)
 def question(item: int) -> Question:
-    """Return the question of an item. Its reference statement returns at least one row and no NULL."""
+    """Return the question of an item. Its reference statement returns at least one row and no NULL. If the order of the
+    rows matters, it is unique."""
     seed = f"sqlgym {item}"
     rng = random.Random(f"{seed} question")
     database, subset = DATABASES[item % len(DATABASES)], subsets_of(item)[0]
@@ -175,8 +176,12 @@ def question(item: int) -> Question:
             template = rng.choice(templates)
             text, statement = _draw(template, connection, rng)
             rows = connection.execute(statement).fetchall()
-            if rows and None not in rows[0]:
-                return Question(database, template.question, subset, text, statement, seed)
+            if not rows or None in rows[0]:
+                continue
+            question = Question(database, template.question, subset, text, statement, seed)
+            # The last column only orders ties, of which the question says nothing.
+            if not question.ordered or rows == connection.execute(f"{statement} DESC").fetchall():
+                return question
     finally:
         connection.close()
     raise ValueError(f"no question about {database.name} for item {item} in {MAX_ATTEMPTS} attempts")

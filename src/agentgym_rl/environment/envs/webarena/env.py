@@ -181,7 +181,8 @@ class WebArena:
             actions.append("scroll [down]")
         if self._view.above:
             actions.append("scroll [up]")
-        return [*actions, "go_back", "stop []"]
+        can_go_back = self._run(self._require_playing().can_go_back(), CALL_TIMEOUT_S, "read the tab's history")
+        return [*actions, *(["go_back"] if can_go_back else []), "stop []"]
 
     def render(self) -> bytes:
         """Return a PNG of the browser's window."""

@@ -367,15 +367,26 @@ class Tabs:
 
     async def _move_back(self, steps: int) -> bool:
         """Move back in the tab's history (forward if negative). Return False if there is no such entry."""
-        history = await self._tab.cdp.send("Page.getNavigationHistory")
-        index = history["currentIndex"] - steps
-        if not 0 <= index < len(history["entries"]) or history["entries"][index]["url"] == "about:blank":
+        entry = await self._entry(steps)
+        if entry is None:
             return False
-        await self._tab.cdp.send("Page.navigateToHistoryEntry", {"entryId": history["entries"][index]["id"]})
-        url = history["entries"][index]["url"]
+        await self._tab.cdp.send("Page.navigateToHistoryEntry", {"entryId": entry["id"]})
+        url = entry["url"]
         with contextlib.suppress(Error):
             await self.page.wait_for_url(lambda current_url: current_url == url, timeout=self._load_timeout_s * 1000)
         return True
+
+    async def can_go_back(self) -> bool:
+        return await self._entry(1) is not None
+
+    async def _entry(self, steps: int) -> Mapping[str, Any] | None:
+        """Return the entry of the tab's history so many steps back, or None if there is none."""
+        history = await self._tab.cdp.send("Page.getNavigationHistory")
+        index = history["currentIndex"] - steps
+        if not 0 <= index < len(history["entries"]) or history["entries"][index]["url"] == "about:blank":
+            return None
+        entry: Mapping[str, Any] = history["entries"][index]
+        return entry
 
 
 def _visible_element(view: View, element_id: int) -> Element:
