@@ -198,7 +198,7 @@ def estimate(batch: Batch, settings: RLSettings, kl_coef: float = 0.0) -> Batch:
         if settings.distill is not None:
             for sample in samples:
                 sample.advantages = with_teacher(sample, settings.distill)
-    if settings.correction is not None and settings.correction.hold:
+    if settings.correction is not None and settings.correction.first_stage_steps:
         for samples, episode in zip(segments, batch.episodes, strict=True):
             for sample in samples:
                 sample.advantages = _held(sample, episode.attempts, settings.correction.hold)
