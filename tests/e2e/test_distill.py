@@ -95,6 +95,18 @@ def test_a_teacher_that_cannot_exist_is_refused_before_anything_starts(override:
         require_recipe(load_config(RECIPES / "distill.toml", ["model.path=/nowhere", override]))
 
 
+def test_a_teacher_that_reads_less_than_episodes_may_have_is_refused(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    for name, positions in (("own", 4096), ("short", 64)):
+        (tmp_path / name).mkdir()
+        config = {**sizes, "vocab_size": 9, "max_position_embeddings": positions, "model_type": "llama"}
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    options = [f"model.path={tmp_path / 'own'}", f"rl.distill.teacher={tmp_path / 'short'}", "agent.max_context=65"]
+    with pytest.raises(ConfigError, match=r"short' reads 64 tokens, and episodes may have 65: lower agent.max_context"):
+        require_recipe(load_config(RECIPES / "distill.toml", options))
+    require_recipe(load_config(RECIPES / "distill.toml", [*options, "agent.max_context=64"]))
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
 async def test_a_teacher_is_a_term_of_rl(teacher: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import socket
 from functools import partial
 from pathlib import Path
@@ -126,6 +127,15 @@ def test_a_run_against_its_past_that_is_killed_equals_an_uninterrupted_one(tmp_p
 
 
 @pytest.mark.long
+async def test_the_budget_of_a_judge_is_compared_with_what_all_trained_roles_need(tmp_path: Path) -> None:
+    judge = "judge={url='http://127.0.0.1:1/v1', model='none', retries=0, max_calls=20}"
+    config = config_of("keydoor_duo/tiny.toml", judge, "rewards=[{kind='rubric', rubric='Be short.'}]", "rl.steps=2")
+    with pytest.raises(EngineError, match="none of 16 episodes could be judged"):
+        await train(config, tmp_path / "run", console=quiet())
+    (event, *_) = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").open()]
+    assert "max_calls = 20 is less than the 32 answers that all steps need" in event["message"]
+
+
 async def test_snapshots_that_no_checkpoint_needs_are_deleted(tmp_path: Path) -> None:
     overrides = ["rl.steps=6", "checkpoint.keep=1", "rl.group_size=2"]
     await train(config_of("nim/tiny.toml", *overrides), tmp_path / "run", console=quiet())

@@ -58,6 +58,14 @@ def test_the_second_stage_trains_both_and_rewards_the_gain() -> None:
     assert (a, b) == ([0.5, -2.5, -2.5], [-0.5, 2.5, 2.5])
 
 
+def test_a_first_stage_without_a_pull_still_trains_later_attempts_only() -> None:
+    free = RLSettings(correction=CorrectionSettings(first_stage_steps=3, hold=0.0, bonus=2.0), normalize_std=False)
+    episodes = [episode(1, 0), episode(0, 1)]
+    (a, b) = ESTIMATORS["grpo"](episodes, settings_at(free, 2)).advantages
+    assert (a, b) == ([0.0, -0.5, -0.5], [0.0, 0.5, 0.5])
+    assert ESTIMATORS["grpo"](episodes, settings_at(free, 3)) == ESTIMATORS["grpo"](episodes, SECOND_STAGE)
+
+
 def played(first: bool, second: bool, name: str = "a") -> Trajectory:
     messages = [
         m for p in (-1.0, -2.0, -3.0) for m in (Message("user", "", [5]), Message("assistant", "", [6], [p], 0))
@@ -128,6 +136,7 @@ def test_settings_that_correction_cannot_use_are_refused() -> None:
         {"credit": "turns"},
         {"kl_coef": 0.0},
         {"overlong": "penalty", "kl_coef": 0.1},
+        {"kl_in": "reward", "kl_coef": 0.1},
         {"tree": TreeSettings()},
     )
     for changes in wrong:

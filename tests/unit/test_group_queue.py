@@ -77,6 +77,30 @@ async def test_a_step_has_the_same_tasks_as_a_synchronous_one() -> None:
     assert asynchronous.tasks == synchronous.tasks
 
 
+@pytest.mark.parametrize("bound", [0, 1, 3])
+async def test_steps_have_the_horizons_of_the_schedule_however_early_their_groups_start(bound: int) -> None:
+    bench = Bench()
+    await bench.run(replace(SETTINGS, max_staleness=bound))
+    assert [(row["horizon/a"], row["horizon/b"]) for row in bench.rows] == list(
+        zip([2, 2, 2, 4, 4, 4, 4], range(1, 8), strict=True)
+    )
+    played_under = {(c[2].max_turns, key.partition("/")[0]) for c in bench.of("collect") for key in c[1]}
+    assert played_under == {(2, "a"), (4, "a"), *((turns, "b") for turns in range(1, 8))}
+
+
+async def test_an_adaptive_stage_counts_the_groups_that_were_played_under_it_only() -> None:
+    bench = Bench()
+    settings = HorizonSettings(kind="adaptive", turns=(2, 4, 6), window=1, steps_per_stage=2)
+    for env in bench.state.horizons:
+        bench.state.horizons[env] = make_horizon(settings)
+    await bench.run(replace(SETTINGS, steps=12, groups_per_step=8, max_staleness=2))
+    turns = [row["horizon/a"] for row in bench.rows]
+    # Each stage lasts two steps, and two more until the groups that were under way have been learned from.
+    assert turns == [2.0] * 4 + [4.0] * 4 + [6.0] * 4
+    asked = [call[2].max_turns for call in bench.of("collect")]
+    assert [asked[i : i + 8] for i in range(0, 96, 8)] == [[int(t)] * 8 for t in turns]
+
+
 async def test_groups_under_way_are_played_again_after_a_resume_and_ended_ones_are_kept() -> None:
     settings = replace(SETTINGS, steps=12, max_staleness=2)
     whole, resumed = Uneven(), Uneven()

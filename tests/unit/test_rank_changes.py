@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,8 @@ def test_groups_of_one_task_in_a_step_are_not_merged(tmp_path: Path) -> None:
     assert len({episode.task for episode in episodes}) == 1
     (tmp_path / "trajectories").mkdir()
     lines = "".join(f"{episode.to_json()}\n" for episode in episodes)
+    opponent = replace(episodes[0], id="train-7-1-black-0-0", role="black", player="past@0")  # it is not trained
+    lines += f"{opponent.to_json()}\n"
     (tmp_path / "trajectories" / "step_000003.jsonl").write_text(lines)
     groups = stored_groups(tmp_path, None)
     assert [(step, [t.id for t in group.trajectories]) for step, group in groups] == [

@@ -27,7 +27,7 @@ from agentgym_rl.training.metrics import episode_metrics
 from agentgym_rl.training.reward_settings import JudgeSettings, RewardSettings, budget_problem
 from agentgym_rl.training.rl import _require_judged
 from agentgym_rl.training.settings import RLSettings
-from agentgym_rl.types import Group, Message, StopReason, Task, Trajectory, Verdict
+from agentgym_rl.types import Group, Limits, Message, StopReason, Task, Trajectory, Verdict
 
 TASK = Task("counting", 3)
 
@@ -50,6 +50,21 @@ async def scored(group: Group, *settings: RewardSettings, judge: Judge | None = 
 
 def own(function: str, **kwargs: Any) -> RewardSettings:
     return RewardSettings(kind=f"own_rewards_for_tests:{function}", kwargs=kwargs)
+
+
+async def test_players_that_are_not_trained_are_not_scored() -> None:
+    groups = [Group(TASK, [episode("up"), episode("down")]) for _ in range(2)]
+    for group, player in zip(groups, ("learner", "past@3"), strict=True):
+        for trajectory in group.trajectories:
+            trajectory.role, trajectory.player = player, player
+
+    async def collect(tasks: list[Task], limits: Limits, seed: int, first: int = 0, /) -> list[Group]:
+        return groups
+
+    shape = Rewards([RewardSettings(kind="format", pattern="up")], None)
+    own, other = await shape.scoring(collect)([TASK], Limits(1, 1, 9), 0)
+    assert all(len(t.verdicts) == 2 for t in own.trajectories)
+    assert not any(t.verdicts for t in other.trajectories)
 
 
 async def test_format_and_length_pay_by_turn() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from envs_for_tests import Counting
+from test_segment_batch import split_groups
 from training_for_tests import batch_of, counting_player, trajectory
 
 from agentgym_rl.agent.collect import Collector
@@ -26,7 +27,7 @@ from agentgym_rl.training.batch import Batch
 from agentgym_rl.training.horizon import make_horizon
 from agentgym_rl.training.microbatch import micro_batches
 from agentgym_rl.training.model import action_logprobs
-from agentgym_rl.training.rl import Hooks, RLState, expected_steps, train_rl
+from agentgym_rl.training.rl import MONITORED_EPISODES, Hooks, RLState, expected_steps, train_rl
 from agentgym_rl.training.rl_learner import RLLearner
 from agentgym_rl.training.settings import HorizonSettings, OptimizerSettings, RLSettings
 from agentgym_rl.training.task_source import TaskSource
@@ -202,6 +203,30 @@ async def test_no_variance_anywhere_means_no_update_and_no_new_version() -> None
     kept = Bench(rewards=(1.0, 1.0))
     await kept.run(replace(SETTINGS, steps=1, zero_variance="keep"))
     assert [c[1] for c in kept.calls if c[0] == "learn"] == [8]
+
+
+async def test_all_segments_of_an_episode_are_scored_or_none() -> None:
+    class CriticOnly(Bench):
+        scored: tuple[set[bool], ...] = ()
+
+        async def collect(self, tasks: list[Task], limits: Limits, seed: int) -> list[Group]:
+            groups = split_groups(await super().collect(tasks, limits, seed))
+            for number, played in enumerate(t for group in groups for t in group.trajectories):
+                played.id = f"{seed}-{number}"
+            return groups
+
+        def learn(self, batch: Batch, seed: int) -> dict[str, float]:
+            super().learn(batch, seed)
+            return {"value/loss": 0.5}
+
+        def learned(self, step: int, samples: list[Sample]) -> None:
+            names = {sample.trajectory_id for sample in samples}
+            self.scored = tuple({bool(s.entropies) for s in samples if s.trajectory_id == name} for name in names)
+
+    bench = CriticOnly()
+    await bench.run(replace(SETTINGS, steps=1, groups_per_step=30))
+    assert sorted(map(len, bench.scored)) == [1] * 60
+    assert sum(True in states for states in bench.scored) == MONITORED_EPISODES
 
 
 async def test_all_episodes_failing_is_recorded_and_then_an_error() -> None:

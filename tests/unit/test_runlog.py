@@ -322,12 +322,13 @@ def test_unavailable_trackers_are_refused_before_the_run_is_created(
 
 
 def test_horizon_stages_are_read_from_the_metrics() -> None:
+    both = {"horizon/babyai": 2, "horizon/textcraft": 10, "success/mean": 0.9, "turns/mean": 7.0}
     rows = [
         {"step": 0, "eval/success": 0.1},
-        {"step": 1, "horizon/babyai": 2, "horizon/textcraft": 10, "success/mean": 0.1, "turns/mean": 2.0},
-        {"step": 2, "horizon/babyai": 2, "horizon/textcraft": 10, "success/mean": 0.3, "turns/mean": None},
+        {"step": 1, **both, "horizon/babyai": 2, "babyai/success/mean": 0.1, "babyai/turns/mean": 2.0},
+        {"step": 2, **both, "horizon/babyai": 2, "babyai/success/mean": 0.3, "textcraft/success/mean": 0.8},
         {"step": 2, "eval/success": 0.2},
-        {"step": 3, "horizon/babyai": 4, "horizon/textcraft": 10, "success/mean": 0.5, "turns/mean": 3.0},
+        {"step": 3, **both, "horizon/babyai": 4, "babyai/success/mean": 0.5, "babyai/turns/mean": 3.0},
     ]
     stages = horizon_stages(rows)
     assert [(s["env"], s["turns"], s["first_step"], s["last_step"]) for s in stages] == [
@@ -337,6 +338,9 @@ def test_horizon_stages_are_read_from_the_metrics() -> None:
     ]
     assert stages[0]["success"] == pytest.approx(0.2)
     assert stages[0]["turns_used"] == 2.0
+    assert (stages[1]["success"], stages[1]["turns_used"]) == (0.8, None), "of the steps that played it"
+    (alone,) = horizon_stages([{"step": 1, "horizon/babyai": 5, "success/mean": 0.5, "turns/mean": 4.0}])
+    assert (alone["success"], alone["turns_used"]) == (0.5, 4.0)
     assert horizon_stages([{"step": 1, "horizon": 5}])[0] == {
         "env": "",
         "turns": 5,

@@ -124,6 +124,11 @@ async def test_a_cut_reply_is_an_empty_move_and_its_loss_is_paid_to_that_reply()
     assert first.rewards == [-1.0]
     assert second.stop is StopReason.DONE
     assert (second.num_turns, second.messages) == (0, second.messages[-1:]), "it won before its first move"
+    ppo = RLSettings(algorithm="ppo", normalize_std=False, kl_coef=0.0)
+    batch = gather([Group(first.task, [first])], ppo)
+    (sample,) = batch.samples
+    sample.values, sample.last_value = [0.5] * len(sample.logprobs), 0.5
+    assert estimate(batch, ppo).samples[0].returns[-1] == -1.0, "the game is lost: no value is added to that"
 
 
 async def test_a_role_that_wins_before_its_first_reply_has_won() -> None:

@@ -82,7 +82,8 @@ async def rescore(
 
 
 def stored_groups(run: Path, step: int | None) -> list[tuple[int, Group]]:
-    """Return (step, group) of the stored training episodes, of one step or of all, without those that failed.
+    """Return (step, group) of the stored training episodes, of one step or of all, without those that failed and those
+    of roles that are not trained.
 
     An episode whose judge failed in training has no earlier reward and is left out. A step may have several groups of
     one task: those of the roles of a team, and those of an environment with few items.
@@ -97,7 +98,7 @@ def stored_groups(run: Path, step: int | None) -> list[tuple[int, Group]]:
         number = int(path.stem.rpartition("_")[2])
         stored = [Group(task, trajectories) for (task, _, _), trajectories in played.items()]
         kept = [Group(group.task, [t for t in group.trainable if t.num_turns]) for group in stored]
-        groups += [(number, group) for group in kept if group.trajectories]
+        groups += [(number, group) for group in kept if group.trajectories and group.learns]
     if not groups:
         raise ConfigError(f"{run} has no training episodes{'' if step is None else f' of step {step}'} to score")
     return groups

@@ -53,11 +53,14 @@ class Rewards:
             trajectory.verdicts = list(verdicts)
 
     def scoring(self, collect: CollectFrom) -> Collect:
-        """Return a collector that scores the groups of a task as soon as they are played, while others are played."""
+        """Return a collector that scores the groups of a task as soon as they are played, while others are played.
+
+        Roles that are not trained are not scored.
+        """
 
         async def collect_and_score(task: Task, limits: Limits, seed: int, index: int) -> list[Group]:
             groups = await collect([task], limits, seed, index)  # several if the task has several roles
-            await self.score(groups)
+            await self.score([group for group in groups if group.learns])
             return groups
 
         async def collect_all(tasks: list[Task], limits: Limits, seed: int) -> list[Group]:

@@ -339,23 +339,24 @@ def horizon_stages(metrics: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]
     """Return the stages of a run, from its metrics: one per environment and span of equal horizon.
 
     `{"env": "babyai", "turns": 3, "first_step": 21, "last_step": 40, "success": 0.31, "turns_used": 2.4}`, in order of
-    first_step; success and turns_used are means over the stage's steps. A plain `horizon` metric gives env "".
+    first_step; success and turns_used are means over the stage's steps, of this environment if the run has several. A
+    plain `horizon` metric gives env "".
     """
     stages: list[dict[str, Any]] = []
     open_stages: dict[str, dict[str, Any]] = {}
     for row in metrics:
-        for name, turns in row.items():
-            if name != "horizon" and not name.startswith("horizon/"):
-                continue
+        named = {name: turns for name, turns in row.items() if name == "horizon" or name.startswith("horizon/")}
+        for name, turns in named.items():
             env = name.partition("/")[2]
+            prefix = f"{env}/" if len(named) > 1 else ""
             stage = open_stages.get(env)
             if stage is None or stage["turns"] != turns:
                 stage = {"env": env, "turns": turns, "first_step": row["step"], "successes": [], "used": []}
                 open_stages[env] = stage
                 stages.append(stage)
             stage["last_step"] = row["step"]
-            stage["successes"].append(row.get("success/mean"))
-            stage["used"].append(row.get("turns/mean"))
+            stage["successes"].append(row.get(f"{prefix}success/mean"))
+            stage["used"].append(row.get(f"{prefix}turns/mean"))
     for stage in stages:
         stage["success"] = _mean(stage.pop("successes"))
         stage["turns_used"] = _mean(stage.pop("used"))

@@ -52,7 +52,7 @@ def demand_of(config: Config, *, gpu: bool = True) -> Demand:
     optimizer = rl.optimizer if config.online else (config.sft or config.dpo or config.reward_model or rl).optimizer
     lora = config.model.lora
     longest = config.longest_context()
-    teacher, teacher_has_adapters = _teacher(rl.distill if config.online else None)
+    teacher, teacher_has_adapters = teacher_shape(rl.distill if config.online else None)
     place = partial(_place, own=config.model.device, any_is_own=scale is not None, gpu=gpu)
     return Demand(
         shape=shape,
@@ -93,7 +93,7 @@ def _memory_settings(optimizer: OptimizerSettings) -> dict[str, Any]:
     return {name: getattr(optimizer, name) for name in names}
 
 
-def _teacher(distill: DistillSettings | None) -> tuple[Shape | None, bool]:
+def teacher_shape(distill: DistillSettings | None) -> tuple[Shape | None, bool]:
     """Return the shape of a teacher in the learner's process, and whether it has adapters. One at a url has none."""
     if distill is None or distill.url is not None:
         return None, False

@@ -27,7 +27,7 @@ from agentgym_rl.errors import ConfigError, EngineError
 from agentgym_rl.rewards.scores import own_reward
 from agentgym_rl.run.environments_pool import load_class, read_recipe_items, read_token, roles_in
 from agentgym_rl.run.load_model import base_of_adapters
-from agentgym_rl.run.memory_demand import require_memory, shape_of, why_not_split
+from agentgym_rl.run.memory_demand import require_memory, shape_of, teacher_shape, why_not_split
 from agentgym_rl.run.teams import scripted_policy, team_problem
 from agentgym_rl.run.trackers import require_trackers
 from agentgym_rl.training.conversations import find_files, is_trajectory_file
@@ -62,6 +62,7 @@ def require_recipe(config: Config, *, environments: bool = True) -> None:
     require_files(config.data, config.method)
     require_rewards(config.rewards, config.judge)
     require_teacher(config.rl.distill)
+    require_long_teacher(config.rl.distill, config.model, config.longest_context())
     pairs = config.dpo or config.reward_model
     find_preferences(pairs.preferences if pairs is not None else ())
     resolve_template(config.model.chat_template)
@@ -191,6 +192,22 @@ def require_teacher(distill: DistillSettings | None) -> None:
     folder = folder_of(distill.teacher, "rl.distill.teacher")
     name = str(folder) if folder.is_dir() else distill.teacher
     find_model(base_of_adapters(folder) or name, "rl.distill.teacher")
+
+
+def require_long_teacher(distill: DistillSettings | None, model: ModelConfig, max_context: int) -> None:
+    """Raise ConfigError if episodes may be longer than the teacher reads: it would score them all the same, wrongly."""
+    if distill is None or distill.url is not None:
+        return
+    try:
+        own, (teacher, _) = shape_of(model), teacher_shape(distill)
+    except ConfigError:
+        return  # a model that cannot be read is reported when it is loaded
+    longest = min(max_context, own.positions or max_context)
+    if teacher is not None and 0 < teacher.positions < longest:
+        raise ConfigError(
+            f"rl.distill.teacher = {distill.teacher!r} reads {teacher.positions} tokens, and episodes may have "
+            f"{longest}: lower agent.max_context"
+        )
 
 
 def require_files(data: DataSettings | None, method: str) -> None:

@@ -60,7 +60,8 @@ class RLRun(Run):
         )
         backend = self.backend
         self.rewards = make_rewards(config.rewards, config.judge, self.log.root / CACHE_NAME)
-        groups = 0 if config.rl.token_budget else total * config.rl.groups_per_step
+        roles = 1 if config.team is None else len(config.team.learner_roles + config.team.adapter_roles)
+        groups = 0 if config.rl.token_budget else total * config.rl.groups_per_step * roles
         if problem := budget_problem(config.rewards, config.judge, groups, min(config.group_sizes().values())):
             self.warn("judge_budget", problem)
         # Judges and teachers read the episodes here.

@@ -235,7 +235,7 @@ def attempt_advantages(group: list[Episode], settings: RLSettings, baseline: Bas
     turns get no share of the bonus. Kumar et al. 2024, SCoRe (arXiv 2409.12917).
     """
     assert settings.correction is not None
-    first_stage, bonus = bool(settings.correction.hold), settings.correction.bonus
+    first_stage, bonus = settings.correction.first_stage_steps > 0, settings.correction.bonus
     rewards = [attempt_rewards(episode) for episode in group]
     advantages = [[0.0] * len(episode.rewards) for episode in group]
     for attempt in range(1, 1 + max((number for row in rewards for number in row), default=0)):

@@ -150,7 +150,9 @@ def gather(groups: list[Group], settings: RLSettings, limits: Mapping[str, Limit
                 episode.attempts = attempts_of(trajectory)
                 episode.rewards = [float(info.get("env_reward", 0.0)) for info in trajectory.infos]
             batch.episodes.append(episode)
-            batch.truncated.append(trajectory.stop is not None and trajectory.stop.truncated)
+            # A role whose reply was cut is paid what the rest of the game brings, so no value stands for that.
+            paid_in_full = bool(trajectory.role) and trajectory.stop in _OVERLONG
+            batch.truncated.append(trajectory.stop is not None and trajectory.stop.truncated and not paid_in_full)
             batch.last_observation_missing.append(last_observation_missing(trajectory))
             batch.masked.append(settings.overlong == "mask" and trajectory.stop in _OVERLONG)
     return batch
@@ -198,7 +200,7 @@ def estimate(batch: Batch, settings: RLSettings, kl_coef: float = 0.0) -> Batch:
         if settings.distill is not None:
             for sample in samples:
                 sample.advantages = with_teacher(sample, settings.distill)
-    if settings.correction is not None and settings.correction.hold:
+    if settings.correction is not None and settings.correction.first_stage_steps:
         for samples, episode in zip(segments, batch.episodes, strict=True):
             for sample in samples:
                 sample.advantages = _held(sample, episode.attempts, settings.correction.hold)

@@ -7,6 +7,7 @@ and `advance` is called once after each finished step. Steps count from 0: stepw
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from statistics import fmean
 from typing import Any, Protocol
@@ -127,6 +128,15 @@ class AdaptiveHorizon:
     def restore(self, state: Mapping[str, Any]) -> None:
         self.stage = state["stage"]
         self._history = [(success, truncated) for success, truncated in state["history"]]
+
+
+def turns_after(horizon: Horizon, steps: int) -> int:
+    """Return the turns of the step that follows `steps` further ones. An adaptive schedule does not know them yet and
+    returns its present ones."""
+    later = copy.copy(horizon)
+    for _ in range(steps):
+        later.advance(None, None)
+    return later.turns
 
 
 def make_horizon(settings: HorizonSettings) -> Horizon:

@@ -17,7 +17,7 @@ from agentgym_rl.errors import EngineError, EnvError
 from agentgym_rl.training.batch import Batch, equal_rewards, estimate, gather, version_counts, widest_groups
 from agentgym_rl.training.distill import teacher_metrics
 from agentgym_rl.training.group_queue import GroupQueue, QueuedGroup
-from agentgym_rl.training.horizon import Horizon
+from agentgym_rl.training.horizon import Horizon, turns_after
 from agentgym_rl.training.metrics import digest_of, episode_metrics
 from agentgym_rl.training.rl_learner import policy_metrics
 from agentgym_rl.training.role_learners import RoleLearners, joined_metrics
@@ -104,11 +104,11 @@ class RLState:
 
 
 def settings_at(settings: RLSettings, step: int) -> RLSettings:
-    """Return the settings of a step, from 0. The first stage of self-correction ends by releasing its first attempt."""
+    """Return the settings of a step, from 0. In the second stage of self-correction the first has no steps."""
     correction = settings.correction
     if correction is None or step < correction.first_stage_steps:
         return settings
-    return replace(settings, correction=replace(correction, hold=0.0))
+    return replace(settings, correction=replace(correction, first_stage_steps=0))
 
 
 def expected_steps(settings: RLSettings, step: int, tokens: float) -> int:
@@ -136,8 +136,9 @@ async def train_rl(
     async with GroupQueue(collect, limits, state.queued) as queue:
         while not state.is_finished(settings):
             step, started = state.step, time.perf_counter()
+            turns = {env: horizon.turns for env, horizon in state.horizons.items()}
             if settings.max_staleness:
-                await _take_step(step, state, queue, settings, seed)
+                turns |= await _take_step(step, state, queue, settings, seed)
             elif not state.played:
                 await _play_step(step, state, collect, limits, settings, seed)
             groups, rollout_s = state.played, state.played_s
@@ -149,8 +150,8 @@ async def train_rl(
             metrics["tokens/total"] = float(sampled)
             _require_episodes(groups, step)
             _require_judged(groups, step)
-            metrics |= {f"horizon/{env}": float(h.turns) for env, h in state.horizons.items()}
-            _advance(state.horizons, groups)
+            metrics |= {f"horizon/{env}": float(of_env) for env, of_env in turns.items()}
+            _advance(state.horizons, groups, turns)
             learning_since = time.perf_counter()
             arguments = groups, state, learner, limits, settings, seed
             async with hooks.learning():
@@ -223,7 +224,8 @@ def _learn_from(
     if batch.samples:
         metrics |= learner.learn(batch, derive_seed(seed, "minibatches", state.step))
     if "mismatch/abs" not in metrics:  # no policy update: score a few samples, so that the metrics are there
-        monitored = played.samples[:MONITORED_EPISODES]
+        pairs = zip(played.samples, played.episode_of_sample, strict=True)
+        monitored = [sample for sample, episode in pairs if episode < MONITORED_EPISODES]  # all segments of each
         learner.score(monitored, policy_only=True)
         metrics |= policy_metrics(monitored)
     return metrics, batch.samples
@@ -264,18 +266,24 @@ async def _play_step(
     state.played, state.played_s = groups, time.perf_counter() - started
 
 
-async def _take_step(step: int, state: RLState, queue: GroupQueue, settings: RLSettings, seed: int) -> None:
-    """Start the groups of steps up to max_staleness ahead, and take a step's groups into `state.played`."""
+async def _take_step(step: int, state: RLState, queue: GroupQueue, settings: RLSettings, seed: int) -> dict[str, int]:
+    """Start the groups of steps up to max_staleness ahead, and take a step's groups into `state.played`.
+
+    Return the horizons of these, by environment.
+    """
     started = time.perf_counter()
     while state.started_steps < min(settings.steps, step + settings.max_staleness + 1):
         for index, task in enumerate(state.tasks.take(settings.groups_per_step)):
             group_seed = derive_seed(seed, "rollout", state.started_steps, "group", index)
-            queue.groups.append(QueuedGroup(task, state.horizons[task.env].turns, group_seed))
+            turns = turns_after(state.horizons[task.env], state.started_steps - step)
+            queue.groups.append(QueuedGroup(task, turns, group_seed))
         state.started_steps += 1
     queue.play()
+    played_under = {queued.task.env: queued.turns for queued in queue.groups[: settings.groups_per_step]}
     with rare_collections():
         state.played = await queue.take(settings.groups_per_step)
     state.played_s = time.perf_counter() - started
+    return played_under
 
 
 async def _collect(
@@ -308,11 +316,14 @@ def _require_judged(groups: list[Group], step: int) -> None:
         raise EngineError(f"step {step + 1}: none of {len(errors)} episodes could be judged; the first: {errors[0]}")
 
 
-def _advance(horizons: dict[str, Horizon], groups: list[Group]) -> None:
-    """Update each horizon with the success and truncation rates of its environment."""
+def _advance(horizons: dict[str, Horizon], groups: list[Group], turns: Mapping[str, int]) -> None:
+    """Update each horizon with the success and truncation rates of its environment.
+
+    Groups that started in an earlier stage, under fewer `turns`, say nothing about the present one.
+    """
     for env, horizon in horizons.items():
         usable = [t for g in groups if g.task.env == env for t in g.usable]
-        if usable:
+        if usable and turns[env] == horizon.turns:
             success = sum(t.success for t in usable) / len(usable)
             horizon.advance(success, sum(t.stop is StopReason.MAX_TURNS for t in usable) / len(usable))
         else:

@@ -468,6 +468,8 @@ class RLSettings(SettingsSection):
             )
         if self.overlong == "penalty":
             yield "correction pays each attempt its own outcome: overlong = 'penalty' has no place in it"
+        if self.kl_in == "reward":
+            yield "correction pays each attempt its own outcome: kl_in = 'reward' has no place in it, use 'loss'"
         if not self.kl_coef:
             yield "correction holds the first attempt near the reference model: set kl_coef above 0"
 
