@@ -18,6 +18,7 @@ from agentgym_rl.environment.envs.textcraft.recipe_book import (
     craft_command,
     load_book,
 )
+from agentgym_rl.environment.plain_text import plain
 from agentgym_rl.environment.tools import Tool
 from agentgym_rl.errors import EnvError
 from agentgym_rl.types import Step
@@ -67,7 +68,6 @@ _MAX_CHARS = 500
 _GET = re.compile(r"get ([0-9]+) (.+)")
 _CRAFT = re.compile(r"craft (?:[0-9]+ )?(.+?) using (.+)")
 _PART = re.compile(r"([0-9]+) (.+)")
-_UNPRINTABLE = re.compile(r"[^\x20-\x7e]+")
 
 
 class _Refused(Exception):
@@ -172,7 +172,7 @@ class TextCraft:
         if match := _CRAFT.fullmatch(action):
             return self._craft(match[1], match[2])
         raise _Refused(
-            f"Could not execute {_quote(action)}. Commands: get N item; craft N item using N item, N item; inventory."
+            f"Could not execute {plain(action)}. Commands: get N item; craft N item using N item, N item; inventory."
         )
 
     def _inventory(self) -> str:
@@ -182,7 +182,7 @@ class TextCraft:
     def _get(self, digits: str, name: str) -> Step:
         raw = GATHERED_KINDS.get(name) or self._raw(OTHER_NAMES.get(name, name))
         if raw is None:
-            raise _Refused(f"Could not find {_quote(name)}")
+            raise _Refused(f"Could not find {plain(name)}")
         count = _count(digits)
         self._held[raw] = self._held.get(raw, 0) + count
         return Step(f"Got {count} {raw}", info={"valid": True})
@@ -194,7 +194,7 @@ class TextCraft:
     def _craft(self, output: str, ingredients: str) -> Step:
         given = _parts(ingredients)
         if output not in self._book.recipes:
-            raise _Refused(f"Could not find a recipe for {_quote(output)}")
+            raise _Refused(f"Could not find a recipe for {plain(output)}")
         for recipe in self._book.recipes[output]:
             wanted = self._match(recipe, given)
             if wanted is not None:
@@ -264,7 +264,7 @@ def _parts(ingredients: str) -> dict[str, int]:
     for part in ingredients.split(","):
         match = _PART.fullmatch(part.strip())
         if match is None:
-            raise _Refused(f"Wrong item format: {_quote(part.strip())}. Write an amount and a name, like 2 oak planks.")
+            raise _Refused(f"Wrong item format: {plain(part.strip())}. Write an amount and a name, like 2 oak planks.")
         name = OTHER_NAMES.get(match[2], match[2])
         given[name] = given.get(name, 0) + _count(match[1])
     return given
@@ -273,11 +273,5 @@ def _parts(ingredients: str) -> dict[str, int]:
 def _count(digits: str) -> int:
     count = int(digits) if len(digits) <= 8 else _MAX_COUNT + 1
     if not 1 <= count <= _MAX_COUNT:
-        raise _Refused(f"Could not handle an amount of {_quote(digits)}. Amounts go from 1 to {_MAX_COUNT}.")
+        raise _Refused(f"Could not handle an amount of {plain(digits)}. Amounts go from 1 to {_MAX_COUNT}.")
     return count
-
-
-def _quote(text: str) -> str:
-    """Return the player's text, safe to repeat: short, and plain characters only."""
-    plain = _UNPRINTABLE.sub("?", text)
-    return plain if len(plain) <= 60 else plain[:57] + "..."

@@ -11,6 +11,7 @@ from agentgym_rl.environment.agentgym_tools import WEBSHOP as INSTRUCTION
 from agentgym_rl.environment.envs.text_svg import Panel, draw
 from agentgym_rl.environment.envs.webshop import goals
 from agentgym_rl.environment.envs.webshop.catalogue import RESULTS_PER_PAGE, Product, by_code, search
+from agentgym_rl.environment.plain_text import plain
 from agentgym_rl.environment.tools import Tool
 from agentgym_rl.errors import EnvError
 from agentgym_rl.types import Step
@@ -34,7 +35,6 @@ SUBPAGES = ("Description", "Features", "Reviews")
 _SEPARATOR = " [SEP] "
 _MAX_CHARS = 300
 _ACTION = re.compile(r"(search|click)\[(.*)\]", re.IGNORECASE | re.DOTALL)
-_UNPRINTABLE = re.compile(r"[^\x20-\x7e]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,8 @@ class WebShop:
         self._require_playing()
         page = self._next_page(text)
         if page is None:
-            return Step(f"Nothing to do for {_quote(text)}.{_SEPARATOR}{self._observation()}", info={"valid": False})
+            shown = plain(text.strip()) or "nothing"
+            return Step(f"Nothing to do for {shown}.{_SEPARATOR}{self._observation()}", info={"valid": False})
         self._page = page
         if page.kind != "done":
             return Step(self._observation(), info={"valid": True})
@@ -252,9 +253,3 @@ def _check_item(item: int) -> int:
     if not any(item in split for split in goals.SPLITS.values()):
         raise IndexError(f"webshop has items 0 to {goals.SPLITS['validation'].stop - 1}, got {item}")
     return item
-
-
-def _quote(text: str) -> str:
-    """Return the player's text, safe to repeat: short, and plain characters only."""
-    plain = _UNPRINTABLE.sub("?", text.strip()) or "nothing"
-    return plain if len(plain) <= 60 else plain[:57] + "..."
