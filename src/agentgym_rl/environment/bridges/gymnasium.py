@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import gymnasium
 import numpy
 
-from agentgym_rl.environment.base import TextEnv
+from agentgym_rl.environment.base import TextEnv, check_item
 from agentgym_rl.environment.bridges.bridge_settings import import_value
 from agentgym_rl.environment.bridges.nethack import command_names, describe_screen, is_nethack, set_seeds
 from agentgym_rl.environment.bridges.toy_text import VIEWS
@@ -65,8 +65,7 @@ class GymnasiumEnv:
         return ()
 
     def reset(self, item: int) -> str:
-        if not any(item in split for split in self.splits.values()):
-            raise IndexError(f"{self.name} has items 0 to {max(s.stop for s in self.splits.values()) - 1}, got {item}")
+        check_item(self, item)
         set_seeds(self._env.unwrapped, item)
         self._observation, self._info = self._env.reset(seed=item)
         self._playing = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
+from agentgym_rl.environment.base import check_item
 from agentgym_rl.environment.envs.maze import layout
 from agentgym_rl.environment.envs.maze.picture import draw
 from agentgym_rl.environment.plain_text import plain_action
@@ -64,10 +65,10 @@ class Maze:
 
     @classmethod
     def subsets_of(cls, item: int) -> tuple[str, ...]:
-        return (f"size{layout.size_of(_check_item(item))}",)
+        return (f"size{layout.size_of(check_item(cls, item))}",)
 
     def reset(self, item: int) -> str:
-        self._enter(_check_item(item))
+        self._enter(check_item(self, item))
         self._reached = 0
         self._playing = True
         return self._observation()
@@ -133,12 +134,6 @@ class Maze:
         *most, last = walls or ["nowhere around you"]
         where = f"{', '.join(most)} and {last}" if most else last
         return f"The goal is at {_place(self._layout.goal)}. You are at {_place(here)}. There are walls {where}."
-
-
-def _check_item(item: int) -> int:
-    if not any(item in split for split in layout.SPLITS.values()):
-        raise IndexError(f"maze has items 0 to {layout.SPLITS['train'].stop - 1}, got {item}")
-    return item
 
 
 def _next_of_size(item: int) -> int:

@@ -7,6 +7,7 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from agentgym_rl.environment.base import check_item
 from agentgym_rl.environment.envs.sqlgym import tasks
 from agentgym_rl.environment.envs.sqlgym.databases import build
 from agentgym_rl.environment.envs.text_svg import Panel, draw
@@ -91,10 +92,10 @@ class SqlGym:
 
     @classmethod
     def subsets_of(cls, item: int) -> tuple[str, ...]:
-        return tasks.subsets_of(_check_item(item))
+        return tasks.subsets_of(check_item(cls, item))
 
     def reset(self, item: int) -> str:
-        self._question = tasks.question(_check_item(item))
+        self._question = tasks.question(check_item(self, item))
         self.close()
         self._connection = build(self._question.database, self._question.seed)
         self._reference = self._connection.execute(self._question.statement).fetchall()
@@ -174,12 +175,6 @@ class SqlGym:
         if self._connection is None:
             raise EnvError("sqlgym needs a running episode: call reset first")
         return self._connection
-
-
-def _check_item(item: int) -> int:
-    if not any(item in split for split in tasks.SPLITS.values()):
-        raise IndexError(f"sqlgym has items 0 to {tasks.SPLITS['validation'].stop - 1}, got {item}")
-    return item
 
 
 def _restrict(connection: sqlite3.Connection) -> None:

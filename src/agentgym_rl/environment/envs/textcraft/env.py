@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
+from agentgym_rl.environment.base import check_item
 from agentgym_rl.environment.envs.textcraft import problems
 from agentgym_rl.environment.envs.textcraft.oracle_thoughts import think
 from agentgym_rl.environment.envs.textcraft.picture import draw
@@ -97,7 +98,7 @@ class TextCraft:
 
     @classmethod
     def subsets_of(cls, item: int) -> tuple[str, ...]:
-        return (f"depth{load_book().depth[problems.goals()[problems.original(_check_item(item))]]}",)
+        return (f"depth{load_book().depth[problems.goals()[problems.original(check_item(cls, item))]]}",)
 
     def fork(self) -> TextCraft:
         """Return a copy that shares the recipes, which never change."""
@@ -106,7 +107,7 @@ class TextCraft:
         return other
 
     def reset(self, item: int) -> str:
-        self._problem = problems.problem(_check_item(item))
+        self._problem = problems.problem(check_item(self, item))
         self._book = self._problem.book
         self._item = item
         self._held = {}
@@ -241,12 +242,6 @@ class TextCraft:
             count -= used
         if count:  # more than is held: the caller refuses it
             wanted[members[0]] = wanted.get(members[0], 0) + count
-
-
-def _check_item(item: int) -> int:
-    if not any(item in split for split in TextCraft.splits.values()):
-        raise IndexError(f"textcraft has items 0 to {problems.RENAMED[-1]}, got {item}")
-    return item
 
 
 def _normalise(text: str) -> str:

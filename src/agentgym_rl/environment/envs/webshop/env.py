@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from agentgym_rl.environment.agentgym_tools import WEBSHOP as INSTRUCTION
+from agentgym_rl.environment.base import check_item
 from agentgym_rl.environment.envs.text_svg import Panel, draw
 from agentgym_rl.environment.envs.webshop import goals
 from agentgym_rl.environment.envs.webshop.catalogue import RESULTS_PER_PAGE, Product, by_code, search
@@ -69,10 +70,10 @@ class WebShop:
 
     @classmethod
     def subsets_of(cls, item: int) -> tuple[str, ...]:
-        return (goals.subset_of(_check_item(item)),)
+        return (goals.subset_of(check_item(cls, item)),)
 
     def reset(self, item: int) -> str:
-        self._goal = goals.goal(_check_item(item))
+        self._goal = goals.goal(check_item(self, item))
         self._item, self._page, self._score = item, Page(), None
         return self._observation()
 
@@ -247,9 +248,3 @@ class WebShop:
     def _require_playing(self) -> None:
         if self._page.kind == "done":
             raise EnvError("webshop needs a running episode: call reset first")
-
-
-def _check_item(item: int) -> int:
-    if not any(item in split for split in goals.SPLITS.values()):
-        raise IndexError(f"webshop has items 0 to {goals.SPLITS['validation'].stop - 1}, got {item}")
-    return item
