@@ -267,3 +267,13 @@ class Fuse(Counting):
         if cls.steps_left == 0:
             cls.blow()
         return super().step(text)
+
+
+def refuse(env: Any, action: str) -> str:
+    """Play an invalid action: the state remains and the reward is 0. Return the answer."""
+    before = env.state_key()
+    step = env.step(action)
+    assert step.info == {"valid": False}
+    assert (step.reward, step.done) == (0.0, False)
+    assert env.state_key() == before
+    return str(step.observation)

@@ -2,12 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn import functional as F
+
+from agentgym_rl.agent.engines.native import NativeEngine
+from agentgym_rl.types import Sampling
+
+VOCABULARY = 61
+"""Vocabulary of the tiny models that `prompt` and `play` are for."""
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return random.Random(f"{length}/{seed}").choices(range(VOCABULARY), k=length)
+
+
+async def play(engine: NativeEngine, name: str, turns: int, seed: int, sampling: Sampling) -> list[list[int]]:
+    """Play a session of several turns with random observations between them; return the replies."""
+    rng = random.Random(seed)
+    ids, replies = prompt(rng.randint(3, 40), seed), []
+    for _ in range(turns):
+        completion = await engine.generate(ids, sampling, name)
+        replies.append(completion.token_ids)
+        ids = ids + completion.token_ids + prompt(rng.randint(1, 15), rng.randint(0, 99))
+        for _ in range(rng.randint(0, 4)):
+            await asyncio.sleep(0)
+    await engine.release(name)
+    return replies
 
 
 def without_memory_once(cache: Any) -> Callable[[int, int], torch.Tensor]:

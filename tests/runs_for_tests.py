@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from envs_for_tests import Counting
 from processes_for_tests import CONTEXT
 from safetensors.torch import load_file
 
 from agentgym_rl.commands.train import train
 from agentgym_rl.config import Config, load_config
+from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.run.console import Console
 from agentgym_rl.run.context import RunContext
 from agentgym_rl.run.items import Items
@@ -195,6 +197,19 @@ def final_weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for path in files for name, tensor in load_file(path).items()}
 
 
+def assert_same_weights(run: Path, expected: Path) -> None:
+    weights, expected_weights = final_weights(run), final_weights(expected)
+    assert weights.keys() == expected_weights.keys()
+    assert all(torch.equal(weights[name], expected_weights[name]) for name in weights)
+
+
+def assert_same_run(run: Path, expected: Path) -> None:
+    """Compare metrics, episodes and weights."""
+    assert comparable_metrics(run) == comparable_metrics(expected)
+    assert comparable_trajectories(run) == comparable_trajectories(expected)
+    assert_same_weights(run, expected)
+
+
 def trainer_state(folder: Path) -> dict[str, Any]:
     return torch.load(list_checkpoints(folder / "checkpoints")[-1] / "trainer.pt", weights_only=True)
 
@@ -214,6 +229,16 @@ def context_of(
             stop=Stop(),
             started=time.monotonic(),
         )
+
+
+async def train_counting(config: Config, folder: Path, **options: Any) -> dict[str, Any]:
+    """Train in the counting game; return the run's summary."""
+    pool = LocalPool({"counting": Counting})
+    try:
+        return await train(config, folder, **{"console": quiet(), "pool": pool, **options})
+    finally:
+        assert pool.num_open == 0
+        await pool.close()
 
 
 async def train_two_steps(recipe: Path, model: Path, run: Path, *overrides: str) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ VOCABULARY = 23
 
 
 def tree_samples(groups: int = 3, members: int = 6) -> list[Sample]:
-    """Return groups of episodes that share a prompt and some of their turns, one pair of them equal, and a stranger."""
+    """Return groups of episodes that share a prompt and some turns, one pair of them equal, and an unrelated one."""
     rng, samples = random.Random(0), []
     for group in range(groups):
         prompt = [group, *(rng.randrange(VOCABULARY) for _ in range(20))]

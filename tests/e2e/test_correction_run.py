@@ -8,8 +8,7 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
-import torch
-from runs_for_tests import comparable_metrics, comparable_trajectories, final_weights, finish, quiet, train_process
+from runs_for_tests import assert_same_run, comparable_metrics, finish, quiet, train_process
 
 from agentgym_rl.commands.train import train
 from agentgym_rl.config import load_config
@@ -63,8 +62,5 @@ def test_a_killed_run_of_self_correction_equals_an_uninterrupted_one(tmp_path: P
     finish(whole, *correction)
     train_process(killed, *correction).kill_when(lambda: (killed / "trajectories" / "step_000004.jsonl").exists())
     finish(killed, *correction, "--resume")
-    assert comparable_metrics(killed) == comparable_metrics(whole)
-    assert comparable_trajectories(killed) == comparable_trajectories(whole)
-    weights = final_weights(killed)
-    assert all(torch.equal(weights[name], value) for name, value in final_weights(whole).items())
+    assert_same_run(killed, whole)
     assert any("attempts/success_2" in row for row in comparable_metrics(whole)), "there were second attempts"

@@ -9,23 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from envs_for_tests import Counting
 from judge_for_tests import JudgeServer, judge_server
 from runs_for_tests import (
+    assert_same_run,
     comparable_metrics,
     comparable_trajectories,
     counting_config,
-    final_weights,
     finish,
-    quiet,
+    train_counting,
     train_process,
 )
 from typer.testing import CliRunner
 
 from agentgym_rl.cli import app
-from agentgym_rl.commands.train import train
-from agentgym_rl.config import Config
-from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.errors import EngineError
 from agentgym_rl.run.log import read_metrics, read_trajectories
 
@@ -46,14 +42,6 @@ LONGER: dict[str, Any] = {
 }
 
 
-async def run(config: Config, folder: Path) -> dict[str, Any]:
-    pool = LocalPool({"counting": Counting})
-    try:
-        return await train(config, folder, console=quiet(), pool=pool)
-    finally:
-        await pool.close()
-
-
 @pytest.fixture
 def server() -> Iterator[JudgeServer]:
     with judge_server("down") as judge:
@@ -67,7 +55,7 @@ def judged(server: JudgeServer, **changes: Any) -> dict[str, Any]:
 async def test_a_run_learns_from_a_judge_against_the_environment(server: JudgeServer, tmp_path: Path) -> None:
     """The environment pays for counting up, the judge for counting down."""
     config = counting_config(**LONGER, rewards=[IGNORED, RUBRIC], **judged(server))
-    summary = await run(config, tmp_path / "run")
+    summary = await train_counting(config, tmp_path / "run")
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     judged_means = [row["judged/rubric"] for row in rows]
     assert judged_means[0] < 0.7
@@ -84,7 +72,7 @@ async def test_a_run_learns_from_a_judge_against_the_environment(server: JudgeSe
 
 async def test_a_run_learns_from_a_function(tmp_path: Path) -> None:
     config = counting_config(**LONGER, rewards=[IGNORED, OWN])
-    await run(config, tmp_path / "run")
+    await train_counting(config, tmp_path / "run")
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert rows[0]["judged/count_word"] < 0.7
     assert rows[-1]["judged/count_word"] > 0.95
@@ -95,7 +83,7 @@ async def test_a_step_without_its_judge_drops_episodes_and_a_dead_judge_ends_the
 ) -> None:
     server.faults = ["401"] * 3
     config = counting_config(rewards=[RUBRIC], **judged(server, concurrency=1))
-    await run(config, tmp_path / "some")
+    await train_counting(config, tmp_path / "some")
     rows = read_metrics(tmp_path / "some" / "metrics.jsonl")
     failed = [t for t in read_trajectories(tmp_path / "some" / "trajectories" / "step_000001.jsonl") if t.judge_error]
     assert rows[0]["judged/failed"] == len(failed) >= 3
@@ -105,7 +93,7 @@ async def test_a_step_without_its_judge_drops_episodes_and_a_dead_judge_ends_the
     assert "episodes_not_judged" in [event["kind"] for event in events]
     server.always = "401"
     with pytest.raises(EngineError, match="none of 16 episodes could be judged"):
-        await run(config, tmp_path / "none")
+        await train_counting(config, tmp_path / "none")
 
 
 @pytest.mark.long
@@ -113,7 +101,7 @@ async def test_rescore_judges_stored_episodes_again_and_shows_how_ranks_change(
     server: JudgeServer, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    await run(counting_config(rl__steps=2, rewards=[IGNORED, RUBRIC], **judged(server)), folder)
+    await train_counting(counting_config(rl__steps=2, rewards=[IGNORED, RUBRIC], **judged(server)), folder)
     stored = comparable_trajectories(folder)
 
     def rescored(*options: str) -> dict[str, Any]:
@@ -163,9 +151,7 @@ def test_a_killed_and_resumed_judged_run_equals_an_uninterrupted_one(silent_shar
         process = train_process(killed, *options)
         process.kill_when(lambda: (killed / "trajectories" / "step_000003.jsonl").exists())
         finish(killed, *options, "--resume")
-    assert comparable_metrics(killed) == comparable_metrics(whole)
-    assert comparable_trajectories(killed) == comparable_trajectories(whole)
-    assert all((final_weights(killed)[name] == tensor).all() for name, tensor in final_weights(whole).items())
+    assert_same_run(killed, whole)
     failed = [row["judged/failed"] for row in comparable_metrics(killed)]
     if silent_share:
         assert any(failed[2:]), "the steps that are played again have failures"

@@ -12,14 +12,12 @@ from typing import Any
 
 import pytest
 from envs_for_tests import Counting
-from runs_for_tests import comparable_metrics
+from runs_for_tests import comparable_metrics, train_counting
 from training_for_tests import counting_player
 from transformers import AutoTokenizer
 
 from agentgym_rl.agent.renderer import Renderer
-from agentgym_rl.commands.train import train
 from agentgym_rl.config import Config
-from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.run.console import Console
 from agentgym_rl.run.demonstrations import to_sample, to_transcript
@@ -79,15 +77,7 @@ def learn(method: str, model: Path, run: Path, folder: Path, max_context: int) -
         method: {"batch_size": 8},
     }
     output = io.StringIO()
-
-    async def play() -> None:
-        pool = LocalPool({"counting": Counting})
-        try:
-            await train(Config.model_validate(raw), folder, console=Console(output), pool=pool)
-        finally:
-            await pool.close()
-
-    asyncio.run(play())
+    asyncio.run(train_counting(Config.model_validate(raw), folder, console=Console(output)))
     return " ".join(output.getvalue().split())
 
 

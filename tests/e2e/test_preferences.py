@@ -11,16 +11,13 @@ from typing import Any
 import httpx
 import pytest
 from browser_for_tests import WAIT_MS, chromium, go
-from envs_for_tests import Counting
 from playwright.sync_api import Page, expect
-from runs_for_tests import counting_config, quiet
+from runs_for_tests import counting_config, train_counting
 from typer.testing import CliRunner
 from viewer_for_tests import library_of, viewer_in_thread, write_run
 
 from agentgym_rl.cli import app
-from agentgym_rl.commands.train import train
 from agentgym_rl.config import Config
-from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.run.log import read_metrics, read_trajectories
 from agentgym_rl.training.preferences import PreferredPair, export_pairs, find_preferences, read_preferences
@@ -111,17 +108,6 @@ def test_a_preference_that_means_nothing_is_refused(url: str, root: Path, change
     assert not (root / "small" / "preferences.jsonl").exists()
 
 
-def run(config: Config, folder: Path) -> dict[str, Any]:
-    async def play() -> dict[str, Any]:
-        pool = LocalPool({"counting": Counting})
-        try:
-            return await train(config, folder, console=quiet(), pool=pool)
-        finally:
-            await pool.close()
-
-    return asyncio.run(play())
-
-
 def downs(trajectory: Trajectory) -> float:
     replies = [m.content for m in trajectory.messages if m.role == "assistant"]
     return replies.count("down") / max(1, len(replies))
@@ -130,7 +116,7 @@ def downs(trajectory: Trajectory) -> float:
 def test_dpo_learns_what_people_prefer(tmp_path: Path) -> None:
     """The environment pays for counting up, people prefer counting down."""
     played = tmp_path / "played"
-    run(counting_config(rl__groups_per_step=24, checkpoint={"every": 1, "keep": 9}), played)
+    asyncio.run(train_counting(counting_config(rl__groups_per_step=24, checkpoint={"every": 1, "keep": 9}), played))
     folder = RunFolder("played", played, "run")
     count = 0
     for path in sorted((played / "trajectories").glob("step_*.jsonl")):
@@ -149,7 +135,7 @@ def test_dpo_learns_what_people_prefer(tmp_path: Path) -> None:
     dpo = {"preferences": [str(played)], "epochs": 6, "batch_size": 8, "optimizer": {"lr": 3e-3}}
     model = {"path": str(played / "checkpoints" / "step_000000" / "model")}
     config = Config.model_validate(kept | {"method": "dpo", "model": model, "dpo": dpo})
-    summary = run(config, tmp_path / "dpo")
+    summary = asyncio.run(train_counting(config, tmp_path / "dpo"))
     rows = read_metrics(tmp_path / "dpo" / "metrics.jsonl")
     assert rows[0]["round/preferred"] == summary["rounds"][0]["pairs"] == count
     assert rows[-1]["dpo/accuracy"] > 0.9

@@ -19,6 +19,7 @@ import torch
 from runs_for_tests import (
     TINY,
     Process,
+    assert_same_weights,
     comparable_metrics,
     comparable_trajectories,
     final_weights,
@@ -63,9 +64,7 @@ def assert_equal(run: Path, expected: Path) -> None:
     assert list(episodes) == list(expected_episodes)
     for name, rows in expected_episodes.items():
         assert episodes[name] == rows, name
-    weights, expected_weights = final_weights(run), final_weights(expected)
-    assert weights.keys() == expected_weights.keys()
-    assert all(torch.equal(weights[name], expected_weights[name]) for name in weights)
+    assert_same_weights(run, expected)
     state, expected_state = trainer_state(run), trainer_state(expected)
     for name in ("rl", "step", "version"):
         assert state[name] == expected_state[name]

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from envs_for_tests import Counting
-from runs_for_tests import comparable_metrics, counting_config, quiet, trainer_state
+from runs_for_tests import comparable_metrics, counting_config, quiet, train_counting, trainer_state
 from safetensors.torch import load_file
 from training_for_tests import counting_player
 from typer.testing import CliRunner
@@ -22,7 +21,6 @@ from agentgym_rl.cli import app
 from agentgym_rl.commands.train import train
 from agentgym_rl.config import Config, load_config
 from agentgym_rl.environment.envs.keydoor import HALL, LAYOUTS, KeyDoor
-from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.run.judging import make_scorer
 from agentgym_rl.run.log import read_trajectories
@@ -159,13 +157,8 @@ async def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None
     more = {"eval": {"every": 2}, "checkpoint": {"every": 2, "keep": 99}}
     config = Config.model_validate(kept | more | {"method": "reward_model", "reward_model": settings})
 
-    async def run(folder: Path, *, resume: bool = False) -> None:
-        pool = LocalPool({"counting": Counting})
-        await train(config, folder, resume=resume, console=quiet(), pool=pool)
-        await pool.close()
-
     whole = tmp_path / "whole"
-    await run(whole)
+    await train_counting(config, whole)
     rows = comparable_metrics(whole)
     assert len(rows) >= 3
     for step in (2, 0):
@@ -175,7 +168,7 @@ async def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None
             if int(folder.name.rpartition("_")[2]) > step:
                 shutil.rmtree(folder)
         (resumed / "summary.json").unlink()
-        await run(resumed, resume=True)
+        await train_counting(config, resumed, resume=True)
         assert comparable_metrics(resumed) == rows
         assert trainer_state(resumed)["evaluations"] == trainer_state(whole)["evaluations"]
         for name in ("reward_head.safetensors", "model.safetensors"):
@@ -193,13 +186,7 @@ def test_a_merged_export_of_adapters_is_the_same_judge(tmp_path: Path) -> None:
     model = {"path": str(tmp_path / "base"), "lora": {"rank": 4, "alpha": 8}}
     run, merged = tmp_path / "run", tmp_path / "merged"
     config = Config.model_validate(kept | {"method": "reward_model", "model": model, "reward_model": settings})
-
-    async def play() -> None:
-        pool = LocalPool({"counting": Counting})
-        await train(config, run, console=quiet(), pool=pool)
-        await pool.close()
-
-    asyncio.run(play())
+    asyncio.run(train_counting(config, run))
     result = CliRunner().invoke(app, ["export", str(run), str(merged), "--merge"])
     assert result.exit_code == 0, result.output
     assert (merged / "config.json").is_file()

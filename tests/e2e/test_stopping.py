@@ -30,7 +30,7 @@ from cluster_for_tests import (
     workers,
 )
 from envs_for_tests import Counting
-from runs_for_tests import counting_config, final_weights, quiet
+from runs_for_tests import counting_config, final_weights, quiet, train_counting
 
 from agentgym_rl.agent.engines.vllm.process_cleanup import owning_processes
 from agentgym_rl.commands.train import train
@@ -73,7 +73,7 @@ async def test_sigterm_during_a_checkpoint_stops_the_run_once(tmp_path: Path, mo
 
     monkeypatch.setattr(Run, "save", save_during_sigterm)
     with pytest.raises(Stopped, match="after step 1"):
-        await train(counting_config(), tmp_path / "run", console=quiet(), pool=LocalPool({"counting": Counting}))
+        await train_counting(counting_config(), tmp_path / "run")
     assert events_of(tmp_path / "run") == ["stopped"]
 
 
@@ -89,7 +89,7 @@ async def test_a_stop_does_not_save_a_step_twice(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(LocalBackend, "save", count_and_save)
     with pytest.raises(Stopped, match="after step 1: continue with --resume"):
-        await train(counting_config(), tmp_path / "run", console=quiet(), pool=LocalPool({"counting": Counting}))
+        await train_counting(counting_config(), tmp_path / "run")
     assert saved == [0, 1]
 
 
@@ -119,8 +119,7 @@ async def test_a_stop_does_not_wait_for_asynchronous_groups(tmp_path: Path, monk
         with pytest.raises(Stopped, match="after step 1: continue with --resume"):
             async with asyncio.timeout(60):
                 await train(config, tmp_path / "run", console=quiet(), pool=LocalPool({"counting": Counting}))
-    pool = LocalPool({"counting": Counting})
-    await train(config, tmp_path / "run", console=quiet(), pool=pool, resume=True)
+    await train_counting(config, tmp_path / "run", resume=True)
     assert steps_of(tmp_path / "run") == list(range(1, 7))
     assert duplicates(tmp_path / "run") == 0
 
@@ -136,8 +135,7 @@ async def test_resuming_falls_back_to_the_newest_complete_checkpoint_and_says_so
 
     async def run(*, resume: bool = False) -> str:
         output = io.StringIO()
-        pool = LocalPool({"counting": Counting})
-        await train(config(), tmp_path / "run", console=Console(output), pool=pool, resume=resume)
+        await train_counting(config(), tmp_path / "run", console=Console(output), resume=resume)
         return output.getvalue()
 
     await run()

@@ -12,11 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from runs_for_tests import (
-    comparable_metrics,
-    comparable_trajectories,
-    final_weights,
+    assert_same_run,
     finish,
     quiet,
     train_process,
@@ -48,13 +45,6 @@ def config_of(name: str, *overrides: str) -> Config:
     return load_config(ROOT / "recipes" / name, [*SHORT, *overrides])
 
 
-def assert_equal(run: Path, expected: Path) -> None:
-    assert comparable_metrics(run) == comparable_metrics(expected)
-    assert comparable_trajectories(run) == comparable_trajectories(expected)
-    weights = final_weights(run)
-    assert all(torch.equal(weights[name], value) for name, value in final_weights(expected).items())
-
-
 def players_of(run: Path, step: int) -> set[tuple[str, str]]:
     episodes = read_trajectories(run / "trajectories" / f"step_{step:06d}.jsonl")
     return {(t.role, t.player) for t in episodes}
@@ -66,7 +56,7 @@ async def test_a_run_against_its_past_that_is_resumed_equals_one_in_one_go(tmp_p
     await train(config_of("nim/tiny.toml", "rl.steps=2"), parts, console=quiet())
     await train(config_of("nim/tiny.toml"), parts, console=quiet(), resume=True)
     (parts / "trajectories" / "eval_000002.jsonl").unlink()  # the end of the first part
-    assert_equal(parts, whole)
+    assert_same_run(parts, whole)
     metrics = read_metrics(whole / "metrics.jsonl")
     assert all(row["mismatch/abs"] < 1e-4 for row in metrics), "each role is trained on exactly what it saw"
     assert len({row["elo/learner"] for row in metrics}) == 4, "every step has games against the past"
@@ -123,7 +113,7 @@ def test_a_run_against_its_past_that_is_killed_equals_an_uninterrupted_one(tmp_p
     killed = tmp_path / "killed"
     train_process(killed, *nim).kill_when(lambda: (killed / "league" / "step_000005").exists())
     finish(killed, *nim, "--resume")
-    assert_equal(killed, tmp_path / "whole")
+    assert_same_run(killed, tmp_path / "whole")
 
 
 @pytest.mark.long

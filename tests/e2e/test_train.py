@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from envs_for_tests import Counting
-from runs_for_tests import comparable_metrics, comparable_trajectories, counting_config, final_weights, quiet
+from runs_for_tests import assert_same_weights, comparable_metrics, comparable_trajectories, counting_config, quiet
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -129,8 +129,7 @@ async def test_the_saved_config_repeats_the_run(finished: Path, tmp_path: Path) 
     config = load_config(finished / "config.toml", [])
     await run(config, tmp_path / "again")
     assert comparable_metrics(tmp_path / "again") == comparable_metrics(finished)
-    weights = final_weights(finished)
-    assert all(torch.equal(weights[name], value) for name, value in final_weights(tmp_path / "again").items())
+    assert_same_weights(tmp_path / "again", finished)
 
 
 async def test_another_seed_gives_another_run(finished: Path, tmp_path: Path) -> None:

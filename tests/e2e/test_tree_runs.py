@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from envs_for_tests import Counting
 from runs_for_tests import (
-    comparable_metrics,
-    comparable_trajectories,
+    assert_same_run,
     counting_config,
-    final_weights,
     finish,
     quiet,
+    train_counting,
     train_process,
 )
 
 from agentgym_rl.commands.train import train
-from agentgym_rl.config import Config, load_config
+from agentgym_rl.config import load_config
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.run.log import read_metrics, read_trajectories
@@ -28,27 +25,11 @@ RECIPES = Path(__file__).parents[2] / "recipes" / "evidence"
 TREE = {"roots": 2, "branches": 2, "depth": 2, "branch": "anchor"}
 
 
-async def run(config: Config, folder: Path, **options: Any) -> None:
-    pool = LocalPool({"counting": Counting})
-    try:
-        await train(config, folder, console=quiet(), pool=pool, **options)
-    finally:
-        assert pool.num_open == 0
-        await pool.close()
-
-
-def assert_equal(run: Path, expected: Path) -> None:
-    assert comparable_metrics(run) == comparable_metrics(expected)
-    assert comparable_trajectories(run) == comparable_trajectories(expected)
-    weights = final_weights(run)
-    assert all(torch.equal(weights[name], value) for name, value in final_weights(expected).items())
-
-
 @pytest.mark.long
 async def test_a_run_of_trees_learns(tmp_path: Path) -> None:
     fixed = {"kind": "fixed", "turns": [6]}
     settings = {"rl__steps": 10, "rl__groups_per_step": 8, "rl__optimizer": {"lr": 3e-3}, "horizon": fixed}
-    await run(counting_config(rl__tree=TREE, checkpoint={"every": 100}, **settings), tmp_path / "run")
+    await train_counting(counting_config(rl__tree=TREE, checkpoint={"every": 100}, **settings), tmp_path / "run")
     metrics = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert metrics[-1]["reward/mean"] > metrics[0]["reward/mean"] + 0.1
     assert all(row["mismatch/abs"] < 1e-4 for row in metrics), "branches are trained after exactly what they followed"
@@ -65,7 +46,7 @@ async def test_a_run_that_keeps_the_widest_groups_learns(tmp_path: Path) -> None
     fixed = {"kind": "fixed", "turns": [6]}
     settings = {"rl__steps": 12, "rl__groups_per_step": 16, "rl__optimizer": {"lr": 3e-3}, "horizon": fixed}
     settings |= {"rl__keep_groups": 0.25, "rl__clip_high": 0.28}
-    await run(counting_config(checkpoint={"every": 100}, **settings), tmp_path / "run")
+    await train_counting(counting_config(checkpoint={"every": 100}, **settings), tmp_path / "run")
     metrics = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert metrics[-1]["reward/mean"] > metrics[0]["reward/mean"] + 0.1
     assert all(row["samples"] <= 4 * 4 for row in metrics), "four groups of four are learned from"
@@ -74,12 +55,12 @@ async def test_a_run_that_keeps_the_widest_groups_learns(tmp_path: Path) -> None
 @pytest.mark.long
 async def test_a_run_of_trees_that_is_resumed_equals_one_in_one_go(tmp_path: Path) -> None:
     settings = {"rl__tree": TREE, "rl__keep_groups": 0.25, "rl__zero_variance": "keep"}
-    await run(counting_config(**settings, rl__steps=2), tmp_path / "whole")
-    await run(counting_config(**settings, rl__steps=1), tmp_path / "parts")
-    await run(counting_config(**settings, rl__steps=2), tmp_path / "parts", resume=True)
+    await train_counting(counting_config(**settings, rl__steps=2), tmp_path / "whole")
+    await train_counting(counting_config(**settings, rl__steps=1), tmp_path / "parts")
+    await train_counting(counting_config(**settings, rl__steps=2), tmp_path / "parts", resume=True)
     trajectories = tmp_path / "parts" / "trajectories"
     (trajectories / "eval_000001.jsonl").unlink()  # the end of the first part
-    assert_equal(tmp_path / "parts", tmp_path / "whole")
+    assert_same_run(tmp_path / "parts", tmp_path / "whole")
     for step in (1, 2):
         played = list(read_trajectories(trajectories / f"step_{step:06d}.jsonl"))
         learned = (trajectories / f"learned_{step:06d}.jsonl").read_text().splitlines()
@@ -95,7 +76,7 @@ def test_a_run_of_trees_that_is_killed_equals_an_uninterrupted_one(tmp_path: Pat
     killed = tmp_path / "killed"
     train_process(killed, tree).kill_when(lambda: (killed / "trajectories" / "step_000004.jsonl").exists())
     finish(killed, tree, "--resume")
-    assert_equal(killed, tmp_path / "whole")
+    assert_same_run(killed, tmp_path / "whole")
 
 
 @pytest.mark.long
@@ -126,7 +107,7 @@ async def test_anchors_need_a_state_key(tmp_path: Path) -> None:
 async def test_trees_are_played_ahead_of_the_learner(tmp_path: Path) -> None:
     """Trees of later steps grow while the learner works, and no turn is older than the bound."""
     settings = {"rl__tree": TREE, "rl__max_staleness": 2, "rl__steps": 3, "rl__zero_variance": "keep"}
-    await run(counting_config(**settings), tmp_path / "run")
+    await train_counting(counting_config(**settings), tmp_path / "run")
     metrics = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in metrics] == [1, 2, 3]
     assert 0 < max(row["staleness/max"] for row in metrics) <= 2

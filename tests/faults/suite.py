@@ -163,7 +163,7 @@ class Table:
         return leaked(), self.sessions.leaked(lambda: time.monotonic() > give_up_at)
 
     def show(self, folder: Path, last: int) -> bool:
-        """Whether nothing was lost, doubled or leaked."""
+        """Print the outcome; return whether nothing was lost, doubled or leaked."""
         steps, twice = steps_of(folder), duplicates_by_step(folder)
         heads = f"{'lost':>5} {'twice':>5} {'processes':>9} {'sessions':>8}  {'recovered':38} {'seconds':>7}  events"
         print(f"\n{'fault':34} {heads}")

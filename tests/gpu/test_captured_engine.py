@@ -135,7 +135,7 @@ async def play(engine: NativeEngine, name: str, turns: int, seed: int, sampling:
 
 
 def is_tie(model: Any, sampling: Sampling, got: list[Turn], expected: list[Turn]) -> bool:
-    """Whether the first difference of two sessions is rounding: the number drawn lies on the line between two tokens.
+    """Return whether the first difference of two sessions is rounding: the number drawn is between two tokens.
 
     Products of other sizes round differently in the last bits, and what follows such a token is another reply.
     """

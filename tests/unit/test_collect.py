@@ -95,8 +95,6 @@ async def test_groups_come_in_order_whatever_finishes_first() -> None:
     assert finished != flat
     assert all(t.success and t.task == group.task for group in groups for t in group.trajectories)
     assert pool.running == set()
-    assert collector.drain_counts() == {"episodes": 6, "retries": 0}
-    assert collector.drain_counts() == {}
 
 
 async def test_a_slow_environment_does_not_gate_the_others() -> None:
@@ -161,7 +159,6 @@ async def test_a_failed_episode_is_recorded_and_played_again(fault: str) -> None
     assert all(t.success for group in groups for t in group.usable)
     assert len({t.id for t in everything}) == 6
     assert pool.running == set()
-    assert collector.drain_counts() == {"episodes": 6, "retries": 2, f"errors/{kind}": 2, "failed": 0}
 
 
 async def test_retries_end() -> None:
@@ -170,7 +167,6 @@ async def test_retries_end() -> None:
     [group] = await collector(TASKS[:1], LIMITS, 5)
     assert [t.id for t in group.trajectories] == [f"5-0-{place}-{attempt}" for place in (0, 1) for attempt in (0, 1, 2)]
     assert group.usable == []
-    assert collector.drain_counts() == {"episodes": 6, "retries": 4, "errors/EnvError": 6, "failed": 2}
     assert pool.running == set()
 
 
@@ -202,7 +198,7 @@ async def test_the_same_seed_plays_the_same_episodes() -> None:
 
 
 @pytest.mark.parametrize("on_timeout", ["retry", "truncate"])
-async def test_a_slow_episode_is_retried_or_truncated_and_counted(on_timeout: Any) -> None:
+async def test_a_slow_episode_is_retried_or_truncated(on_timeout: Any) -> None:
     pool = Pool(lambda number: Hanging() if number == 0 else Corridor())
     collector = Collector(pool, oracle, 2, 1, retries=1, episode_timeout_s=1.0, on_timeout=on_timeout)
     [group] = await collector(TASKS[:1], LIMITS, 0)
@@ -213,9 +209,6 @@ async def test_a_slow_episode_is_retried_or_truncated_and_counted(on_timeout: An
     else:
         assert stops == [StopReason.TIMEOUT, StopReason.DONE]
         assert group.usable == group.trajectories
-    counts = collector.drain_counts()
-    assert counts["timeouts" if on_timeout == "truncate" else "errors/EpisodeTimeout"] == 1
-    assert counts["retries"] == (on_timeout == "retry")
 
 
 async def test_concurrency_bounds_all_environments_together_and_is_shared_by_weight() -> None:
@@ -290,7 +283,7 @@ async def test_a_cancelled_waiter_frees_its_slot() -> None:
     assert [first.cancelled(), second.cancelled()] == [True, True]
 
 
-async def test_a_close_that_fails_or_hangs_does_not_affect_the_episode() -> None:
+async def test_a_close_that_fails_or_hangs_does_not_affect_the_episode(caplog: pytest.LogCaptureFixture) -> None:
     class Stubborn(Corridor):
         async def close(self) -> None:
             await asyncio.sleep(3600)
@@ -299,11 +292,14 @@ async def test_a_close_that_fails_or_hangs_does_not_affect_the_episode() -> None
         async def close(self) -> None:
             raise OSError("gone")
 
+    caplog.set_level("INFO", "agentgym_rl")
     collector = Collector(Pool(lambda number: Stubborn() if number else Rude()), oracle, 2, 2, close_timeout_s=0.05)
     [group] = await collector(TASKS[:1], LIMITS, 0)
     assert all(t.success for t in group.trajectories)
-    counts = collector.drain_counts()
-    assert (counts["errors/close OSError"], counts["errors/close TimeoutError"]) == (1, 1)
+    assert sorted(caplog.messages) == [
+        "a session of corridor could not be closed: OSError('gone')",
+        "a session of corridor could not be closed: TimeoutError()",
+    ]
 
 
 async def test_opening_that_hangs_is_an_error_too() -> None:
@@ -430,6 +426,4 @@ async def test_a_server_that_is_killed_in_the_middle_of_episodes() -> None:
     trajectories = groups[0].trajectories
     assert [t.stop for t in trajectories] == [StopReason.ERROR] * 6
     assert sum(t.num_turns for t in trajectories) == turns
-    counts = collector.drain_counts()
-    assert (counts["episodes"], counts["retries"], counts["failed"]) == (6, 3, 3)
     assert [t.num_turns for t in trajectories[1::2]] == [0, 0, 0]  # the retries cannot even open a session

@@ -68,8 +68,8 @@ def trajectory(
 
 
 def record(item: int, rewards: list[float], stop: StopReason = StopReason.DONE, sample: int = 0, **more: Any) -> Record:
-    attempt, usage = more.pop("attempt", 0), more.pop("usage", None)
-    return record_of(trajectory(item, rewards, stop, **more), sample, attempt, ("A/a",), usage)
+    usage = more.pop("usage", None)
+    return record_of(trajectory(item, rewards, stop, **more), sample, ("A/a",), usage)
 
 
 def attempts(*records: Record) -> dict[Any, list[Record]]:
@@ -125,9 +125,9 @@ def test_cell_has_rates_errors_and_intervals() -> None:
         record(0, WON),
         record(1, LOST),
         record(2, BROKEN, StopReason.ERROR),
-        record(2, BROKEN, StopReason.ERROR, attempt=1),
+        record(2, BROKEN, StopReason.ERROR),
         record(3, BROKEN, StopReason.ERROR),
-        record(3, WON, attempt=1),
+        record(3, WON),
     )
     (result,) = results(plans, tried, 1, None, None)
     cell = result["tasks"]["A/a"]
@@ -184,7 +184,7 @@ def test_attempts_of_style_reflect_are_reported_by_horizon() -> None:
             episode.infos[turn] |= {"attempt_success": success}
         if tries and stop is StopReason.DONE:
             episode.infos[-1] |= {"success": tries[-1]}
-        return record_of(episode, 0, 0, ("A/a",), None)
+        return record_of(episode, 0, ("A/a",), None)
 
     tried = attempts(played(0, False, True), played(1, True, turns=1), played(2, True, False))
     tried |= attempts(played(3, stop=StopReason.MAX_TURNS))
@@ -208,7 +208,7 @@ def test_cost_includes_failed_attempts() -> None:
     usage = [Tokens(1000, 100, 400, reported=True)]
     tried = attempts(
         record(0, [0.0], StopReason.ERROR, usage=usage),
-        record(0, [1.0], attempt=1, usage=usage),
+        record(0, [1.0], usage=usage),
         record(1, [1.0], usage=[Tokens(1000, 100, reported=True)]),
     )
     prices = Prices(1.0, 10.0, 0.5)
@@ -411,9 +411,7 @@ def evaluated_suite(root: Path, plans: list[TaskPlan]) -> Entry:
     """Write an evaluation whose agent solved the even items."""
     records = attempts(
         *(
-            record_of(
-                replace(trajectory(item, WON if item % 2 == 0 else LOST), task=Task(plan.env, item)), 0, 0, (), None
-            )
+            record_of(replace(trajectory(item, WON if item % 2 == 0 else LOST), task=Task(plan.env, item)), 0, (), None)
             for plan in plans
             for item in plan.items
         )

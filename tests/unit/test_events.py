@@ -9,12 +9,9 @@ from typing import Any
 
 import pytest
 from cluster_for_tests import events_of
-from envs_for_tests import Counting
-from runs_for_tests import counting_config, quiet
+from runs_for_tests import counting_config, train_counting
 
-from agentgym_rl.commands.train import train
 from agentgym_rl.config import Config
-from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.errors import WorkerLost
 from agentgym_rl.run import events
 from agentgym_rl.run.backend import LocalBackend
@@ -119,5 +116,5 @@ async def test_the_events_of_a_step_that_ends_a_run_are_logged(
     monkeypatch.setattr(LocalBackend, "events", events)
     monkeypatch.setattr(learner, method, die)
     with pytest.raises(WorkerLost, match="rank 1 of 2"):
-        await train(make_config(), tmp_path / "run", console=quiet(), pool=LocalPool({"counting": Counting}))
+        await train_counting(make_config(), tmp_path / "run")
     assert events_of(tmp_path / "run") == ["env_host_lost", "worker_lost"]

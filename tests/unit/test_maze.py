@@ -11,6 +11,7 @@ import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
 
 import pytest
+from envs_for_tests import refuse
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,15 +28,6 @@ def start(item: int = 4) -> Maze:
     env = Maze()
     env.reset(item)
     return env
-
-
-def refuse(env: Maze, action: str) -> str:
-    before = env.state_key()
-    step = env.step(action)
-    assert step.info == {"valid": False}
-    assert (step.reward, step.done) == (0.0, False)
-    assert env.state_key() == before
-    return step.observation
 
 
 # --- layouts ---------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernels_for_tests import LimitedMemory, without_memory_once
+from kernels_for_tests import VOCABULARY, LimitedMemory, play, prompt, without_memory_once
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -43,7 +43,6 @@ from agentgym_rl.agent.engines.native.sampling import sample, uniforms
 from agentgym_rl.errors import EngineError
 from agentgym_rl.types import Completion, Sampling
 
-VOCABULARY = 61
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -94,10 +93,6 @@ def make_model(kind: str) -> Any:
 FAST = ["llama", "llama-gqa-tied", "llama-rope-scaled", "qwen2", "qwen3"]
 
 
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return random.Random(f"{length}/{seed}").choices(range(VOCABULARY), k=length)
-
-
 def greedy(model: Any, ids: list[int], num_new: int) -> list[int]:
     out = model.generate(
         torch.tensor([ids]),
@@ -128,20 +123,6 @@ async def until(engine: NativeEngine, counter: str, least: int) -> None:
             return
         await asyncio.sleep(0)
     raise AssertionError(f"{counter} never reached {least}: {engine.stats()}")
-
-
-async def play(engine: NativeEngine, name: str, turns: int, seed: int, sampling: Sampling) -> list[list[int]]:
-    """A multi-turn session: replies, with random observations between them."""
-    rng = random.Random(seed)
-    ids, replies = prompt(rng.randint(3, 40), seed), []
-    for _ in range(turns):
-        completion = await engine.generate(ids, sampling, name)
-        replies.append(completion.token_ids)
-        ids = ids + completion.token_ids + prompt(rng.randint(1, 15), rng.randint(0, 99))
-        for _ in range(rng.randint(0, 4)):
-            await asyncio.sleep(0)
-    await engine.release(name)
-    return replies
 
 
 @pytest.mark.parametrize("kind", FAST)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from kernels_for_tests import LimitedMemory
+from kernels_for_tests import VOCABULARY, LimitedMemory, play, prompt
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from agentgym_rl.agent.engines.native import NativeEngine
@@ -27,7 +27,6 @@ from agentgym_rl.agent.engines.native.slots import Session, SessionTable
 from agentgym_rl.errors import EngineError
 from agentgym_rl.types import Sampling
 
-VOCABULARY = 61
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -49,10 +48,6 @@ def make_model(kind: str = "llama") -> Any:
         if kind == "qwen2":
             return Qwen2ForCausalLM(Qwen2Config(**SHAPE)).eval()
         return LlamaForCausalLM(LlamaConfig(**SHAPE)).eval()
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return random.Random(f"{length}/{seed}").choices(range(VOCABULARY), k=length)
 
 
 @dataclass
@@ -146,19 +141,6 @@ class StepwiseRunner:
 
 def launching(model: Any, max_sessions: int = 64, **options: Any) -> NativeEngine:
     return NativeEngine(model, max_sessions=max_sessions, runner=StepwiseRunner(model, max_sessions), **options)
-
-
-async def play(engine: NativeEngine, name: str, turns: int, seed: int, sampling: Sampling) -> list[list[int]]:
-    rng = random.Random(seed)
-    ids, replies = prompt(rng.randint(3, 40), seed), []
-    for _ in range(turns):
-        completion = await engine.generate(ids, sampling, name)
-        replies.append(completion.token_ids)
-        ids = ids + completion.token_ids + prompt(rng.randint(1, 15), rng.randint(0, 99))
-        for _ in range(rng.randint(0, 4)):
-            await asyncio.sleep(0)
-    await engine.release(name)
-    return replies
 
 
 @pytest.mark.parametrize("schedule", range(3))

@@ -228,7 +228,7 @@ def test_engines_get_the_policys_adapters_and_not_those_of_critic_or_reference(t
 
 
 def resumed_in_bf16(ranks: Ranks, folder: Path) -> dict[str, dict[str, float]]:
-    """How far apart parameters are of a learner and of one that its checkpoint was loaded into; "rounds" is of a
+    """Return the differences of parameters between a learner and one that loaded its checkpoint; "rounds" is of a
     checkpoint between two."""
     tiny_model().bfloat16().save_pretrained(folder / "model")
     build_tokenizer(["up down"]).save_pretrained(folder / "model")

@@ -81,7 +81,7 @@ class Mortal(Counting):
 
 
 async def play(replicas: Replicas, session: str, turns: int = 3) -> bool:
-    """Whether all turns of an episode are answered."""
+    """Return whether all turns of an episode are answered."""
     try:
         for _ in range(turns):
             await replicas.generate([1], Sampling(1), session)

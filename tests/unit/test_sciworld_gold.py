@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from test_sciworld import item_of
 
 from agentgym_rl.environment.envs.sciworld import SciWorld, gold, jvm, tasks
 from agentgym_rl.environment.envs.sciworld.jvm import GOLD_POOL, POOL
@@ -39,15 +40,6 @@ def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(gold, "_computed", {})
     monkeypatch.setenv(gold.CACHE_VARIABLE, str(tmp_path))
     return gold.cache_folder()
-
-
-def item_of(task: str, variation: int) -> int:
-    return next(
-        item
-        for split in SciWorld.splits.values()
-        for item in split
-        if (located := tasks.locate(item))[0].name == task and located[1] == variation
-    )
 
 
 def playing(task: str, variation: int) -> SciWorld:

@@ -408,5 +408,5 @@ async def test_shutdown_waits_for_a_call_in_a_thread_and_closes_its_environment(
     step.cancel()
     with pytest.raises(asyncio.CancelledError):
         await step
-    await sessions.close_all()
+    await sessions._close_all()
     assert len(closed) == 1

@@ -139,7 +139,7 @@ async def test_a_role_that_wins_before_its_first_reply_has_won() -> None:
     assert (winner.num_turns, winner.reward, winner.success) == (0, 1.0, True)
     again = Trajectory.from_json(winner.to_json())
     assert (again.reward, again.success) == (1.0, True)
-    outcome = record_of(winner, 0, 0, ("nim",), None).at_horizon(8)
+    outcome = record_of(winner, 0, ("nim",), None).at_horizon(8)
     assert outcome is not None
     assert (outcome.success, outcome.reward, outcome.turns) == (True, 1.0, 0)
     metrics = episode_metrics([Group(winner.task, [winner])])

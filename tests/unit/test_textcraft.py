@@ -13,6 +13,7 @@ import xml.etree.ElementTree as ElementTree
 from collections import Counter
 
 import pytest
+from envs_for_tests import refuse
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -50,16 +51,6 @@ def play(env: TextCraft, *actions: str) -> list[str]:
     steps = [env.step(action) for action in actions]
     assert all(step.info["valid"] for step in steps), steps
     return [step.observation for step in steps]
-
-
-def refuse(env: TextCraft, action: str) -> str:
-    """Play an invalid action: the state remains, the reward is 0. Return the answer."""
-    before = env.state_key()
-    step = env.step(action)
-    assert step.info == {"valid": False}
-    assert (step.reward, step.done) == (0.0, False)
-    assert env.state_key() == before
-    return step.observation
 
 
 def finish(env: TextCraft, limit: int = 60) -> list[str]:

@@ -28,7 +28,7 @@ from agentgym_rl.errors import ConfigError, EnvError
 
 
 def task(**evaluation: Any) -> TaskConfig:
-    return TaskConfig(0, ("shopping",), "What does it cost?", ("http://a.test/",), None, evaluation)
+    return TaskConfig(0, "What does it cost?", ("http://a.test/",), None, evaluation)
 
 
 def no_data(changes: Any) -> bool:

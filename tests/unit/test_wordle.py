@@ -9,6 +9,7 @@ import xml.etree.ElementTree as ElementTree
 from collections import Counter
 
 import pytest
+from envs_for_tests import refuse
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,16 +28,6 @@ def start(word: str) -> Wordle:
     env = Wordle()
     env.reset(item_of(word))
     return env
-
-
-def refuse(env: Wordle, guess: str) -> str:
-    """Play an invalid guess: the state remains, the reward is 0, no guess is used. Return the answer."""
-    before = env.state_key()
-    step = env.step(guess)
-    assert step.info == {"valid": False}
-    assert (step.reward, step.done) == (0.0, False)
-    assert env.state_key() == before
-    return step.observation
 
 
 # --- words and items -------------------------------------------------------------------------------------------------

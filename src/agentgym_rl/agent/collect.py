@@ -6,7 +6,7 @@ Every episode runs independently from open to close. Only the batch waits for it
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, Literal, TypeVar
 
@@ -20,6 +20,7 @@ from agentgym_rl.types import EnvPool, EnvSession, Group, Limits, StopReason, Ta
 Start = Callable[[EnvSession, Policy], tuple[EnvSession, Policy]]
 """Wraps the session and the policy of an episode that does not start at its first turn."""
 Result = TypeVar("Result")
+logger = logging.getLogger(__name__)
 
 
 async def together(calls: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
@@ -72,9 +73,6 @@ class Collector:
         self._truncate = on_timeout == "truncate"
         self.prefix = prefix
         """Prefix of every trajectory's id. Give each use of one seed in a run (training, evaluation) its own."""
-        self.counts: Counter[str] = Counter()
-        """Counts since `drain_counts`: episodes, retries, timeouts (truncated), failed (no attempt left),
-        errors/<kind>."""
 
     async def __call__(self, tasks: list[Task], limits: Limits, seed: int, first: int = 0) -> list[Group]:
         """Play the tasks. `first` is the index of the first one in the whole list; ids and seeds depend on it."""
@@ -88,11 +86,6 @@ class Collector:
             Group(task, [trajectory for attempts in episodes[i * size : (i + 1) * size] for trajectory in attempts])
             for i, task in enumerate(tasks)
         ]
-
-    def drain_counts(self) -> dict[str, int]:
-        """Return the counters since the last call."""
-        counts, self.counts = dict(self.counts), Counter()
-        return counts
 
     async def _play_attempts(
         self,
@@ -129,9 +122,8 @@ class Collector:
             async with self._stages.episode(task.env) as stage:
                 played = await play(stage, attempt)
             attempts += played
-            for trajectory in played:
-                self._count(trajectory, attempt)
-                if self._on_trajectory is not None:
+            if self._on_trajectory is not None:
+                for trajectory in played:
                     self._on_trajectory(trajectory)
             if all(trajectory.stop is not StopReason.ERROR for trajectory in played):
                 break
@@ -184,15 +176,5 @@ class Collector:
             async with asyncio.timeout(self._close_timeout_s):
                 await session.close()
         except Exception as error:
-            # The episode itself is complete, so a failure to close is only counted.
-            self.counts[f"errors/close {type(error).__name__}"] += 1
-
-    def _count(self, trajectory: Trajectory, attempt: int) -> None:
-        self.counts["episodes"] += 1
-        self.counts["retries"] += attempt > 0
-        if trajectory.stop is StopReason.TIMEOUT:
-            self.counts["timeouts"] += 1
-        if trajectory.stop is StopReason.ERROR:
-            kind = (trajectory.error or "unknown").split(":")[0]
-            self.counts[f"errors/{kind}"] += 1
-            self.counts["failed"] += attempt == self._retries
+            # The episode itself is complete.
+            logger.info("a session of %s could not be closed: %r", session.name, error)

@@ -119,7 +119,7 @@ class EnginePolicy:
 
     async def reply(self, messages: list[Message], observation: Observation, limits: Limits) -> Reply:
         if not messages:
-            self._tools = list(self._tools)  # those that the prompt shows; later ones are told by an observation
+            self._tools = list(self._tools)  # those that the prompt shows; an observation announces later ones
         new_messages = self._cut_observation(messages, observation, limits)
         tokenized = self._tokenized(messages, new_messages)
         prompt_ids = self._prompt(messages, tokenized)
@@ -283,7 +283,7 @@ def check_completion(completion: Completion, sampling: Sampling) -> None:
         )
 
 
-class _TextPolicy(ABC):
+class TextPolicy(ABC):
     """Base of policies that reply with text: without ids and log-probabilities, they cannot be trained on."""
 
     instruction = ""
@@ -310,7 +310,7 @@ class _TextPolicy(ABC):
 _THOUGHT = re.compile(r"\s*(<think>.*?</think>)\s*", re.DOTALL)
 
 
-class _ActionPolicy(_TextPolicy):
+class _ActionPolicy(TextPolicy):
     """Base of policies that choose a text action, which is a tool call or a message if the agent has tools."""
 
     def __init__(self, env: EnvSession) -> None:
@@ -354,7 +354,7 @@ class RandomPolicy(_ActionPolicy):
         return self._random.choice(actions)
 
 
-class ScriptedPolicy(_TextPolicy):
+class ScriptedPolicy(TextPolicy):
     """Gives the replies of a script in order."""
 
     def __init__(self, replies: Iterable[str], instruction: str = "") -> None:
@@ -369,7 +369,7 @@ class ScriptedPolicy(_TextPolicy):
         return self._replies[self._num_replies - 1]
 
 
-class HumanPolicy(_TextPolicy):
+class HumanPolicy(TextPolicy):
     """A person at a terminal: `ask(observation)` shows the observation and returns the typed reply."""
 
     def __init__(self, ask: Callable[[str], str], instruction: str = "") -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from rich.panel import Panel
 from rich.text import Text
 
-from agentgym_rl.agent.policy import HumanPolicy, OraclePolicy, Policy, PolicyFactory
+from agentgym_rl.agent.policy import OraclePolicy, Policy, PolicyFactory, TextPolicy
 from agentgym_rl.agent.rollout import rollout
 from agentgym_rl.agent.team import Player, play_team, roles_of
 from agentgym_rl.common.screen import Screen
@@ -91,11 +91,11 @@ def _local_pool(name: str, item: int, kwargs: Mapping[str, Any] | None) -> Local
     return LocalPool({name: env_class})
 
 
-class _Player(HumanPolicy):
+class _Player(TextPolicy):
     """A person at the terminal. Some inputs are help commands, not actions."""
 
     def __init__(self, console: Screen, session: EnvSession) -> None:
-        super().__init__(self._unused, session.instruction)
+        self.instruction = session.instruction
         self._console, self._session = console, session
 
     async def reply_text(self, observation: str) -> str:
@@ -119,10 +119,6 @@ class _Player(HumanPolicy):
             return f"wrote {await _draw(self._session)}"
         except NotSupported as error:  # show the reason and continue the episode
             return str(error)
-
-    @staticmethod
-    def _unused(observation: str) -> str:
-        raise AssertionError("words() reads the input")
 
 
 class _Spectator(OraclePolicy):

@@ -38,6 +38,14 @@ class TextEnv(Protocol):
     def close(self) -> None: ...
 
 
+def check_item(env: TextEnv | type[TextEnv], item: int) -> int:
+    """Return `item`. Raise IndexError if it is in no split."""
+    if not any(item in split for split in env.splits.values()):
+        last = max(split.stop for split in env.splits.values()) - 1
+        raise IndexError(f"{env.name} has items 0 to {last}, got {item}")
+    return item
+
+
 @runtime_checkable
 class HasActions(Protocol):
     def actions(self) -> list[str]:

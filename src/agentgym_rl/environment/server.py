@@ -27,7 +27,7 @@ from agentgym_rl.environment import catalog, dialects, wire
 from agentgym_rl.environment.base import HasActions, HasOracle, HasRender, HasStateKey, HasThought, HasTools, TextEnv
 from agentgym_rl.environment.open_files import allow_open_files
 from agentgym_rl.environment.own_class import is_import_path
-from agentgym_rl.environment.server_sessions import Sessions
+from agentgym_rl.environment.server_sessions import MAX_SESSIONS, Sessions
 from agentgym_rl.environment.session import LocalSession
 from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.types import Step
@@ -48,7 +48,6 @@ CAPABILITIES = {
     "tools": HasTools,
 }
 MAX_ITEMS_PER_ANSWER = 100_000
-MAX_SESSIONS = 4096
 RESERVED_HOLDS = 1024
 """Open files reserved for the holds of clients, besides those of all sessions."""
 HEARTBEAT_S = 15.0
@@ -78,14 +77,9 @@ def hot_handlers(sessions: Sessions, env: str, env_class: type[TextEnv]) -> dict
         session_id = dialects.session_id(body)
         item, uses_agentgym_fields = dialect.read_item(body, env_class)
         session = sessions.get(env, session_id)
-        try:
+        with sessions.calling(session_id):
             step = await session.reset(item)
             session.uses_agentgym_fields = uses_agentgym_fields
-        except EnvError as error:
-            sessions.record_failure(session_id, error)
-            raise
-        finally:
-            sessions.touch(session_id)
         answer = wire.step_answer(step, session.score, session_id)
         return wire.dump(dialect.after_reset(answer, session.environment) if uses_agentgym_fields else answer)
 
@@ -93,13 +87,8 @@ def hot_handlers(sessions: Sessions, env: str, env_class: type[TextEnv]) -> dict
         body = wire.read_body(raw)
         session_id, action = dialects.session_id(body), wire.text(body, "action")
         session = sessions.get(env, session_id)
-        try:
+        with sessions.calling(session_id):
             step = await session.step(dialect.read_action(action) if session.uses_agentgym_fields else action)
-        except EnvError as error:
-            sessions.record_failure(session_id, error)
-            raise
-        finally:
-            sessions.touch(session_id)
         answer = wire.step_answer(step, session.score)
         return wire.dump(dialect.after_step(answer, session.environment) if session.uses_agentgym_fields else answer)
 
@@ -356,11 +345,8 @@ def env_routes(sessions: Sessions, env: str, env_class: type[TextEnv]) -> APIRou
         add_query(path, query)
 
     async def ask(session_id: int, method: Callable[[LocalSession], Awaitable[Any]]) -> Any:
-        try:
+        with sessions.calling(session_id):
             return await method(sessions.get(env, session_id))
-        except EnvError as error:
-            sessions.record_failure(session_id, error)
-            raise
 
     return router
 
@@ -395,26 +381,21 @@ def create_app(
     environments: Mapping[str, Callable[[], TextEnv]],
     *,
     token: str | None = None,
-    max_sessions: int = MAX_SESSIONS,
-    idle_timeout_s: float = 1800.0,
-    step_timeout_s: float = 60.0,
     max_request_bytes: int = 1 << 20,
+    **limits: Any,
 ) -> FastAPI:
-    """Return the server as an ASGI app. Each environment is under its name; a single one is at the root too."""
-    if not environments:
-        raise ConfigError("a server needs at least one environment: name one")
-    if max_sessions < 1 or min(idle_timeout_s, step_timeout_s) <= 0 or max_request_bytes < 1:
-        raise ConfigError("max_sessions, idle_timeout_s, step_timeout_s and max_request_bytes must be positive")
-    sessions = Sessions(environments, max_sessions, idle_timeout_s, step_timeout_s)
+    """Return the server as an ASGI app. Each environment is under its name; a single one is at the root too.
+
+    `limits` are those of Sessions.
+    """
+    if max_request_bytes < 1:
+        raise ConfigError(f"max_request_bytes must be positive, got {max_request_bytes}")
+    sessions = Sessions(environments, **limits)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        reaper = asyncio.create_task(sessions.reap())
-        try:
+        async with sessions.served():
             yield
-        finally:
-            reaper.cancel()
-            await sessions.close_all()
 
     app = EnvironmentApp(
         title="AgentGym-RL environments", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None

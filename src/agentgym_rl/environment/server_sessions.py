@@ -7,13 +7,14 @@ import contextlib
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 
 from agentgym_rl.environment import wire
 from agentgym_rl.environment.base import TextEnv
 from agentgym_rl.environment.session import LocalSession
-from agentgym_rl.errors import EnvError, EnvTimeout
+from agentgym_rl.errors import ConfigError, EnvError, EnvTimeout
 
+MAX_SESSIONS = 4096
 SHUTDOWN_GRACE_S = 10.0
 """Seconds a shutdown waits for calls in threads to return, so that their environments are closed too."""
 HOLD_GRACE_S = 30.0
@@ -29,10 +30,14 @@ class Sessions:
     def __init__(
         self,
         environments: Mapping[str, Callable[[], TextEnv]],
-        max_sessions: int,
-        idle_timeout_s: float,
-        step_timeout_s: float,
+        max_sessions: int = MAX_SESSIONS,
+        idle_timeout_s: float = 1800.0,
+        step_timeout_s: float = 60.0,
     ) -> None:
+        if not environments:
+            raise ConfigError("a server needs at least one environment: name one")
+        if max_sessions < 1 or min(idle_timeout_s, step_timeout_s) <= 0:
+            raise ConfigError("max_sessions, idle_timeout_s and step_timeout_s must be positive")
         self.environments = dict(environments)
         self.max_sessions = max_sessions
         self.idle_timeout_s = idle_timeout_s
@@ -107,11 +112,6 @@ class Sessions:
                 self.counts["left_closed"] += 1
                 await session.close()
 
-    def touch(self, session_id: int) -> None:
-        """Restart the idle time of a session. Call this when a call ends, so that long calls do not count as idle."""
-        if session_id in self._open:
-            self._last_used[session_id] = time.monotonic()
-
     def get(self, env: str, session_id: int) -> LocalSession:
         name, session = self._open.get(session_id, ("", None))
         if session is None or name != env:
@@ -131,13 +131,34 @@ class Sessions:
         self.counts["closed"] += 1
         await session.close()
 
-    def record_failure(self, session_id: int, error: EnvError) -> None:
-        """Count a failure. Discard a session whose thread hangs; one that raised can be reset."""
-        self._count(error)
-        if isinstance(error, EnvTimeout):
-            self._forget(session_id)
+    @contextlib.contextmanager
+    def calling(self, session_id: int) -> Iterator[None]:
+        """Count a failure inside the block, and restart the idle time after it: long calls do not count as idle.
 
-    async def reap(self) -> None:
+        Discard a session whose thread hangs; one that raised can be reset.
+        """
+        try:
+            yield
+        except EnvError as error:
+            self._count(error)
+            if isinstance(error, EnvTimeout):
+                self._forget(session_id)
+            raise
+        finally:
+            if session_id in self._open:
+                self._last_used[session_id] = time.monotonic()
+
+    @contextlib.asynccontextmanager
+    async def served(self) -> AsyncIterator[None]:
+        """Close idle sessions inside the block, and all of them after it."""
+        reaper = asyncio.create_task(self._reap())
+        try:
+            yield
+        finally:
+            reaper.cancel()
+            await self._close_all()
+
+    async def _reap(self) -> None:
         """Close idle sessions until cancelled."""
         while True:
             await asyncio.sleep(min(self.idle_timeout_s / 4, 15.0))
@@ -149,7 +170,7 @@ class Sessions:
                     self.counts["idle_closed"] += 1
                     await session.close()
 
-    async def close_all(self) -> None:
+    async def _close_all(self) -> None:
         sessions = [session for _, session in self._open.values()]
         self._open.clear()
         self._last_used.clear()

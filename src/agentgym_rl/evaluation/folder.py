@@ -92,7 +92,7 @@ class Folder:
         with explain_write_errors(path), path.open("ab", buffering=0) as file:
             if file.write(data) < len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        record = record_of(trajectory, episode.sample, attempt, episode.columns, usage)
+        record = record_of(trajectory, episode.sample, episode.columns, usage)
         self.records.setdefault(record.key, []).append(record)
         return record
 

@@ -34,7 +34,6 @@ class Record:
     env: str
     item: int
     sample: int
-    attempt: int
     stop: StopReason
     success: bool
     rewards: tuple[float, ...]
@@ -77,7 +76,6 @@ class Record:
 def record_of(
     trajectory: Trajectory,
     sample: int,
-    attempt: int,
     columns: Sequence[str],
     usage: Sequence[Tokens] | None,
 ) -> Record:
@@ -89,7 +87,6 @@ def record_of(
         trajectory.task.env,
         trajectory.task.item,
         sample,
-        attempt,
         stop,
         trajectory.success,
         tuple(trajectory.rewards),
@@ -137,4 +134,4 @@ def usage_from_json(rows: Any) -> list[Tokens] | None:
 
 def record_from_row(row: Mapping[str, Any], trajectory: Trajectory) -> Record:
     """Make a record from a line of a trajectory file, with the metadata that `folder.Folder.write` added."""
-    return record_of(trajectory, row["sample"], row["attempt"], row["columns"], usage_from_json(row["usage"]))
+    return record_of(trajectory, row["sample"], row["columns"], usage_from_json(row["usage"]))

@@ -331,7 +331,7 @@ def make_learner(
     """
     reference = _reference(model, reference_dir, settings, ranks, warm=warm) if rl.kl_coef else None
     teacher = _teacher(tokenizer, rl, settings, ranks)
-    critic = _critic(model, rl, settings, ranks, critic_dir) if rl.algorithm == "ppo" else None
+    critic = _critic(model, settings, ranks, critic_dir) if rl.algorithm == "ppo" else None
     return RLLearner(model, rl, temperature, reference, critic, ranks, teacher)
 
 
@@ -376,7 +376,7 @@ def _reference(model: Any, folder: Path, settings: ModelConfig, ranks: Ranks, *,
     return lambda: lora.adapter(model, lora.REFERENCE)
 
 
-def _critic(model: Any, rl: RLSettings, settings: ModelConfig, ranks: Ranks, folder: Path | None) -> ValueModel:
+def _critic(model: Any, settings: ModelConfig, ranks: Ranks, folder: Path | None) -> ValueModel:
     """Return PPO's critic: a copy of the decoder, or with LoRA one more adapter on the same decoder."""
     if settings.lora is None and ranks.from_meta:
         return load_value_model(str(folder), settings, ranks)[0]

@@ -211,8 +211,8 @@ class RunLog:
     def write_trajectory(self, step: int, trajectory: Trajectory, kind: Kind = "train") -> None:
         """Append one episode to the file of its step and kind.
 
-        The first write of a process to a file starts it afresh: a step that is played again after a kill replaces what
-        the killed process left of it.
+        The first write of a process to a file truncates it: a step that is played again after a kill replaces what the
+        killed process left of it.
         """
         self.write_lines(step, [trajectory.to_json().encode()], kind)
 

@@ -72,7 +72,7 @@ class SystemMonitor:
 
 
 def _sample_gpus(reference: weakref.ref[SystemMonitor]) -> None:
-    """Sample until nobody has the monitor or a device fails. A failed device is for the passes on it to report."""
+    """Sample until the monitor is no longer referenced or a device fails. A pass on a failed device reports it."""
     pause, nvml = threading.Event(), _load_nvml()
     try:
         while not pause.wait(SAMPLE_INTERVAL_S) and (monitor := reference()) is not None:

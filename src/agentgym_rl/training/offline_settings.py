@@ -116,7 +116,7 @@ class RewardModelSettings(SettingsSection):
     center_coef: float = 0.01
     """Weight of (score of the better + score of the worse episode) squared, which keeps scores around 0."""
     epochs: int = 1
-    """Passes over the pairs. More than a few make small sets of pairs known by heart."""
+    """Passes over the pairs. More than a few overfit small sets of pairs."""
     batch_size: int = 32
     """Pairs per update."""
     optimizer: OptimizerSettings = field(default_factory=lambda: OptimizerSettings(lr=1e-5))

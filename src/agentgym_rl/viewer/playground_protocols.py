@@ -19,8 +19,7 @@ class PolicyReply(Protocol):
 class Policy(Protocol):
     """A policy that plays one episode."""
 
-    async def reply(self, messages: list[Message], observation: Observation, limits: Limits) -> Any:
-        """Return a PolicyReply."""
+    async def reply(self, messages: list[Message], observation: Observation, limits: Limits) -> PolicyReply: ...
 
     async def close(self) -> None: ...
 

@@ -1,4 +1,4 @@
-"""An agent that is somebody else's program: it calls the model through the proxy and drives the episode.
+"""An external agent: a program that calls the model through the proxy and drives the episode.
 
 The loop stays `rollout`. A turn of `ExternalPolicy` is everything that the program does up to its next action. The
 reply of a turn is the last call of the model before that action; earlier calls of the turn have the purpose `call`.

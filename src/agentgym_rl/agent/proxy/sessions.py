@@ -87,7 +87,7 @@ class Sessions:
         self._by_id: dict[str, ProxySession] = {}
         self._by_key: dict[str, ProxySession] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()
-        """Keys of ended sessions by id. A late call with the key alone is told from one with a wrong key."""
+        """Keys of ended sessions by id. They distinguish a late call from one with a wrong key."""
         self._unclaimed: deque[ProxySession] = deque()
         self._opened = asyncio.Event()
         self._closed = False

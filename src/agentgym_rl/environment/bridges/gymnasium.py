@@ -19,15 +19,16 @@ from typing import Any, ClassVar
 import gymnasium
 import numpy
 
-from agentgym_rl.environment.base import TextEnv
+from agentgym_rl.environment.base import TextEnv, check_item
 from agentgym_rl.environment.bridges.bridge_settings import import_value
 from agentgym_rl.environment.bridges.nethack import command_names, describe_screen, is_nethack, set_seeds
 from agentgym_rl.environment.bridges.toy_text import VIEWS
+from agentgym_rl.environment.plain_text import plain_action
 from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.types import Step
 
 MAX_CHARS = 200
-"""Characters of an action that is repeated in an answer."""
+"""Longest action that is read."""
 DISCOUNT = 0.99
 """Discount of the oracle's value iteration: short solutions are preferred."""
 TOLERANCE = 1e-6
@@ -64,8 +65,7 @@ class GymnasiumEnv:
         return ()
 
     def reset(self, item: int) -> str:
-        if not any(item in split for split in self.splits.values()):
-            raise IndexError(f"{self.name} has items 0 to {max(s.stop for s in self.splits.values()) - 1}, got {item}")
+        check_item(self, item)
         set_seeds(self._env.unwrapped, item)
         self._observation, self._info = self._env.reset(seed=item)
         self._playing = True
@@ -78,7 +78,7 @@ class GymnasiumEnv:
         if action is None:
             names = ", ".join(self.action_names)
             needed = f"The actions are: {names}." if names else f"An action is a text of {self._env.action_space}."
-            return Step(f"Could not understand {quote(text)}. {needed}\n{self._text()}", info={"valid": False})
+            return Step(f"Could not understand {plain_action(text)}. {needed}\n{self._text()}", info={"valid": False})
         self._observation, reward, terminated, truncated, self._info = self._env.step(action)
         done = bool(terminated or truncated)
         self._playing = not done
@@ -123,7 +123,7 @@ class GymnasiumEnv:
         """Return the action of a text, or None."""
         if not self.action_names:
             return text if self._env.action_space.contains(text) else None
-        words = " ".join(text[:MAX_CHARS].strip().strip("\"'`. ").lower().split()) if len(text) <= MAX_CHARS else ""
+        words = " ".join(text.strip().strip("\"'`. ").lower().split()) if len(text) <= MAX_CHARS else ""
         names = [name.lower() for name in self.action_names]
         return int(self._env.action_space.start) + names.index(words) if words in names else None
 
@@ -277,14 +277,6 @@ def best_actions(env_class: type[GymnasiumEnv]) -> list[int]:
             value = max(worth(state, action) for action in table[state])
             change, values[state] = max(change, abs(value - values[state])), value
     return [max(table[state], key=lambda action: worth(state, action)) for state in states]
-
-
-def quote(text: str) -> str:
-    """Return the player's text, safe to repeat: short, and plain characters only."""
-    if len(text) > MAX_CHARS:
-        return f"{len(text)} characters"
-    plain = re.sub(r"[^\x20-\x7e]+", "?", text.strip()) or "nothing"
-    return plain if len(plain) <= 60 else plain[:57] + "..."
 
 
 class AnyText(gymnasium.spaces.Text):

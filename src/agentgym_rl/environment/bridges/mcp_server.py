@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 from agentgym_rl import __version__
 from agentgym_rl.environment import catalog
 from agentgym_rl.environment.base import TextEnv
-from agentgym_rl.environment.bridges.server_guard import Guard, make_sessions, reaping
+from agentgym_rl.environment.bridges.server_guard import Guard
 from agentgym_rl.environment.server import load_served
 from agentgym_rl.environment.server_sessions import Sessions
 from agentgym_rl.errors import ConfigError, EnvError
@@ -66,13 +66,8 @@ def mcp_server(sessions: Sessions) -> MCPServer:
         """Play one action. Returns the observation, the reward and whether the episode is over."""
         with _answered():
             session = sessions.get(sessions.env_of(episode) or "open", episode)
-            try:
+            with sessions.calling(episode):
                 step: Step = await session.step(action)
-            except EnvError as error:
-                sessions.record_failure(episode, error)
-                raise
-            finally:
-                sessions.touch(episode)
         return {
             "observation": step.observation,
             "reward": step.reward,
@@ -107,8 +102,8 @@ def mcp_app(
     max_request_bytes: int = 1 << 20,
     **limits: Any,
 ) -> ASGIApp:
-    """Return the MCP server as an ASGI app: streamable HTTP at /mcp. `limits` are those of make_sessions."""
-    sessions = make_sessions(environments, **limits)
+    """Return the MCP server as an ASGI app: streamable HTTP at /mcp. `limits` are those of Sessions."""
+    sessions = Sessions(environments, **limits)
     # The guard checks the Host header, so the library need not know the address.
     app = mcp_server(sessions).streamable_http_app(
         streamable_http_path=MCP_PATH, host="0.0.0.0", max_request_body_size=max_request_bytes
@@ -117,7 +112,7 @@ def mcp_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(of: Any) -> AsyncIterator[Any]:
-        async with reaping(sessions), inner(of) as state:
+        async with sessions.served(), inner(of) as state:
             yield state
 
     app.router.lifespan_context = lifespan
@@ -129,8 +124,8 @@ def run_stdio(names: list[str], kwargs: Mapping[str, Any] | None = None, **limit
     environments = load_served(names, kwargs)
 
     async def main() -> None:
-        sessions = make_sessions(environments, **limits)
-        async with reaping(sessions):
+        sessions = Sessions(environments, **limits)
+        async with sessions.served():
             await mcp_server(sessions).run_stdio_async()
 
     asyncio.run(main())

@@ -16,7 +16,7 @@ import httpx
 from websockets.exceptions import ConnectionClosed, WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
-from agentgym_rl.environment.base import TextEnv
+from agentgym_rl.environment.base import TextEnv, check_item
 from agentgym_rl.environment.bridges.bridge_settings import import_value, read_headers
 from agentgym_rl.environment.bridges.calls import (
     BadCall,
@@ -111,8 +111,7 @@ class OpenEnvEnv:
         return ()
 
     def reset(self, item: int) -> str:
-        if not any(item in split for split in self.splits.values()):
-            raise IndexError(f"{self.name} has items 0 to {max(s.stop for s in self.splits.values()) - 1}, got {item}")
+        check_item(self, item)
         if self._connection is None:
             self._connection = type(self).connect()
         answer = self._connection.ask("reset", {"seed": item, **self.reset_options})

@@ -21,7 +21,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from agentgym_rl import __version__
 from agentgym_rl.environment import catalog, wire
 from agentgym_rl.environment.base import TextEnv
-from agentgym_rl.environment.bridges.server_guard import Guard, make_sessions, reaping
+from agentgym_rl.environment.bridges.server_guard import Guard
 from agentgym_rl.environment.server_sessions import Sessions
 from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.types import Step
@@ -116,13 +116,8 @@ class Conversation:
         return step
 
     async def _played(self, call: Any) -> Step:
-        try:
+        with self._sessions.calling(self._id):
             return await call
-        except EnvError as error:
-            self._sessions.record_failure(self._id, error)
-            raise
-        finally:
-            self._sessions.touch(self._id)
 
     def _state(self) -> dict[str, Any]:
         score = self._sessions.get(self._env, self._id).score
@@ -195,15 +190,15 @@ def openenv_app(
     max_request_bytes: int = 1 << 20,
     **limits: Any,
 ) -> ASGIApp:
-    """Return the server as an ASGI app. `limits` are those of make_sessions."""
-    sessions = make_sessions(environments, **limits)
+    """Return the server as an ASGI app. `limits` are those of Sessions."""
+    sessions = Sessions(environments, **limits)
     prefixes = [(env, f"/{env}") for env in environments]
     if len(environments) == 1:
         prefixes.append((next(iter(environments)), ""))
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        async with reaping(sessions):
+        async with sessions.served():
             yield
 
     app = Starlette(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import hmac
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,32 +11,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentgym_rl.common.http_guard import refusal
 from agentgym_rl.environment import wire
-from agentgym_rl.environment.base import TextEnv
-from agentgym_rl.environment.server import MAX_SESSIONS, send_answer
+from agentgym_rl.environment.server import send_answer
 from agentgym_rl.environment.server_sessions import Sessions
 from agentgym_rl.errors import ConfigError
-
-
-def make_sessions(
-    environments: Mapping[str, Callable[[], TextEnv]],
-    max_sessions: int = MAX_SESSIONS,
-    idle_timeout_s: float = 1800.0,
-    step_timeout_s: float = 60.0,
-) -> Sessions:
-    if not environments:
-        raise ConfigError("a server needs at least one environment: name one")
-    return Sessions(environments, max_sessions, idle_timeout_s, step_timeout_s)
-
-
-@contextlib.asynccontextmanager
-async def reaping(sessions: Sessions) -> AsyncIterator[None]:
-    """Close idle sessions inside the block, and all of them after it."""
-    reaper = asyncio.create_task(sessions.reap())
-    try:
-        yield
-    finally:
-        reaper.cancel()
-        await sessions.close_all()
 
 
 class Guard:

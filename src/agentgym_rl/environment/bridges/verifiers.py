@@ -29,7 +29,7 @@ import httpx
 import verifiers
 from openai import AsyncOpenAI
 
-from agentgym_rl.environment.base import TextEnv
+from agentgym_rl.environment.base import TextEnv, check_item
 from agentgym_rl.environment.bridges.calls import MAX_ACTION_CHARS, shorten
 from agentgym_rl.errors import ConfigError, EnvError, EnvTimeout
 from agentgym_rl.types import Step
@@ -160,8 +160,7 @@ class VerifiersEnv:
 
     def reset(self, item: int) -> str:
         train, test = self.splits["train"], self.splits["test"]
-        if item not in train and item not in test:
-            raise IndexError(f"{self.name} has items 0 to {test.stop - 1}, got {item}")
+        check_item(self, item)
         self.close()
         row = self.rows[0][item] if item in train else self.rows[1][item - test.start]
         rollout = _Rollout(self.environment, row, self.timeout_s)

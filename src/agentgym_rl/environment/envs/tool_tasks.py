@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from agentgym_rl.environment.base import check_item
 from agentgym_rl.environment.bridges.calls import printable, read_call, shorten
 from agentgym_rl.environment.envs.text_svg import Panel, draw
 from agentgym_rl.environment.tools import BadCall, Tool
@@ -67,10 +68,7 @@ class ToolTask(ABC):
         """Take a message to the user, which ends a turn of the user or the episode."""
 
     def reset(self, item: int) -> str:
-        if not any(item in split for split in self.splits.values()):
-            stop = max(split.stop for split in self.splits.values())
-            raise IndexError(f"{self.name} has items 0 to {stop - 1}, got {item}")
-        request = self.start(item)
+        request = self.start(check_item(self, item))
         self._item, self._playing, self._success, self._num_turns = item, True, None, 0
         self._transcript = [Panel("User", request)]
         return request

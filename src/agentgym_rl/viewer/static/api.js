@@ -17,7 +17,7 @@ export function isExport() {
   return embedded !== null;
 }
 
-export function queryOf(parameters) {
+function queryOf(parameters) {
   const query = new URLSearchParams();
   for (const [name, value] of Object.entries(parameters ?? {})) {
     if (value !== null && value !== undefined && value !== "") query.set(name, value);

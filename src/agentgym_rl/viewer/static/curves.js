@@ -31,7 +31,7 @@ const MAIN = [
 export const COLORS = Array.from({ length: 8 }, (_, i) => `var(--c${i})`);
 
 /** Return stages of equal horizon, those of the first environment if there are several. */
-export function stagesOf(metrics) {
+function stagesOf(metrics) {
   const name = Object.keys(metrics.series).find((metric) => metric === "horizon" || metric.startsWith("horizon/"));
   if (!name) return [];
   const stages = [];

@@ -41,7 +41,7 @@ export function badges(episode) {
 }
 
 /** The scores of every source of rewards, and what a judge said. */
-export function verdicts(episode) {
+function verdicts(episode) {
   const rows = episode.verdicts ?? [];
   if (!rows.length) return null;
   const sum = (scores) => scores.reduce((total, score) => total + score, 0);

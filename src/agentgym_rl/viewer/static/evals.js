@@ -32,7 +32,7 @@ const inPart = (evaluation) => Object.entries(lastOf(evaluation)?.scenarios ?? {
  * Return a function from a scenario to its column. An evaluation of an environment uses the environment's name, that of
  * a suite the suite's name. If both have the same kind of data, they share a column.
  */
-export function columnNames(evaluations) {
+function columnNames(evaluations) {
   const kind = (plan) => JSON.stringify([plan.env, plan.own_data]);
   const plans = evaluations.flatMap((evaluation) => evaluation.config.tasks);
   const named = new Map(plans.filter((plan) => plan.scenario !== plan.env).map((plan) => [kind(plan), plan.scenario]));

@@ -12,7 +12,7 @@ const MAX_SURPRISE = 5; // nats at which the colour is full
 
 /** Return every token of an episode: {text, id, sampled, trained, logprob, entropy, advantage, learner, turn, role, cut}.
  * `cut` is set on the first token after a change of segment. */
-export function tokensOf(episode) {
+function tokensOf(episode) {
   const tokens = [];
   let turn = 0;
   let trainedIndex = 0;

@@ -55,7 +55,7 @@ export function turnsOf(episode) {
 const joined = (parts) => parts.map((part) => part.text).join("\n");
 
 /** Return a tool call on one line. */
-export function callText(call) {
+function callText(call) {
   if (call.raw) return call.raw;
   return `${call.name}(${call.arguments.map(([name, value]) => `${name}=${JSON.stringify(value)}`).join(", ")})`;
 }
@@ -71,7 +71,7 @@ function cutText(dropped) {
 }
 
 /** Return the thought and the action of a reply. A reply without such parts is all action. */
-export function splitReply(reply) {
+function splitReply(reply) {
   const tagged = /^\s*(?:<think>)?([\s\S]*)<\/think>\s*([\s\S]*)$/.exec(reply);
   if (tagged) return { thought: tagged[1].trim(), action: tagged[2].trim() };
   const written = /^([\s\S]*)(?:^|\s)\**Action ?:\**\s*([\s\S]*)$/.exec(reply);

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from agentgym_rl.environment.agentgym_tools import ALFWORLD as INSTRUCTION
+from agentgym_rl.environment.base import check_item
 from agentgym_rl.environment.envs.alfworld import commands, house, oracle
 from agentgym_rl.environment.envs.text_svg import Panel, draw
 from agentgym_rl.environment.tools import Tool
@@ -54,10 +55,10 @@ class AlfWorld:
 
     @classmethod
     def subsets_of(cls, item: int) -> tuple[str, ...]:
-        return (house.task_of(_check_item(item)),)
+        return (house.task_of(check_item(cls, item)),)
 
     def reset(self, item: int) -> str:
-        self._house = house.build(_check_item(item))
+        self._house = house.build(check_item(self, item))
         self._playing, self._last = True, ("", "")
         seen = commands.listed(list(self._house.places))
         text = f"You are in the middle of a room. Looking quickly around you, you see {seen}."
@@ -123,9 +124,3 @@ class AlfWorld:
         if self._house is None or not self._playing:
             raise EnvError("alfworld needs a running episode: call reset first")
         return self._house
-
-
-def _check_item(item: int) -> int:
-    if not any(item in split for split in house.SPLITS.values()):
-        raise IndexError(f"alfworld has items 0 to {house.SPLITS['validation'].stop - 1}, got {item}")
-    return item

@@ -156,7 +156,7 @@ class House:
         states.add(STATES[verb])
 
     def fits(self, thing: str) -> bool:
-        """Whether a thing is of the right kind and in the right state."""
+        """Return whether a thing is of the right kind and in the right state."""
         wanted = STATES.get(self.treatment)
         return kind_of(thing) == self.thing and (wanted is None or wanted in self.states.get(thing, ()))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from agentgym_rl.environment.base import check_item
 from agentgym_rl.environment.envs.babyai import levels
 from agentgym_rl.environment.envs.babyai.field_of_view import Move, View, look
 from agentgym_rl.environment.envs.babyai.moves import make_move
@@ -61,9 +62,7 @@ class BabyAI:
     agentgym_item = published_item
 
     def reset(self, item: int) -> str:
-        if not any(item in split for split in self.splits.values()):
-            raise IndexError(f"babyai has items 0 to {self.splits['train'].stop - 1}, got {item}")
-        self._level = levels.fresh_level(item)
+        self._level = levels.fresh_level(check_item(self, item))
         self._states = StateKeys(self._level)
         self._item = item
         self._oracle = Oracle(self._level)

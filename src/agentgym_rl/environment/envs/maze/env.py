@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
+from agentgym_rl.environment.base import check_item
 from agentgym_rl.environment.envs.maze import layout
 from agentgym_rl.environment.envs.maze.picture import draw
+from agentgym_rl.environment.plain_text import plain_action
 from agentgym_rl.environment.tools import Tool
 from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.types import Step
@@ -31,7 +32,6 @@ TOOLS = (
 
 _SIDES = {"up": "above you", "down": "below you", "left": "to your left", "right": "to your right"}
 _MAX_CHARS = 200
-_UNPRINTABLE = re.compile(r"[^\x20-\x7e]+")
 
 
 class Maze:
@@ -65,10 +65,10 @@ class Maze:
 
     @classmethod
     def subsets_of(cls, item: int) -> tuple[str, ...]:
-        return (f"size{layout.size_of(_check_item(item))}",)
+        return (f"size{layout.size_of(check_item(cls, item))}",)
 
     def reset(self, item: int) -> str:
-        self._enter(_check_item(item))
+        self._enter(check_item(self, item))
         self._reached = 0
         self._playing = True
         return self._observation()
@@ -77,7 +77,8 @@ class Maze:
         self._require_playing()
         way = _read_move(text)
         if way is None:
-            reason = f"Could not understand {_quote(text)}. The actions are: {', '.join(map(_action, layout.MOVES))}."
+            names = ", ".join(map(_action, layout.MOVES))
+            reason = f"Could not understand {plain_action(text)}. The actions are: {names}."
             return Step(f"{reason}\n{self._observation()}", info={"valid": False})
         if way not in self._layout.exits[self._path[-1]]:
             reason = f"There is a wall {_SIDES[way]}: you stay where you are."
@@ -135,12 +136,6 @@ class Maze:
         return f"The goal is at {_place(self._layout.goal)}. You are at {_place(here)}. There are walls {where}."
 
 
-def _check_item(item: int) -> int:
-    if not any(item in split for split in layout.SPLITS.values()):
-        raise IndexError(f"maze has items 0 to {layout.SPLITS['train'].stop - 1}, got {item}")
-    return item
-
-
 def _next_of_size(item: int) -> int:
     """Return the next item of the same size and split, after the last one the first."""
     split = next(split for split in layout.SPLITS.values() if item in split)
@@ -160,11 +155,3 @@ def _read_move(text: str) -> str | None:
         return None
     words = text.strip().strip("\"'`. ").lower().split()
     return words[1] if len(words) == 2 and words[0] == "move" and words[1] in layout.MOVES else None
-
-
-def _quote(text: str) -> str:
-    """Return the player's text, safe to repeat: short, and plain characters only."""
-    if len(text) > _MAX_CHARS:
-        return f"{len(text)} characters"
-    plain = _UNPRINTABLE.sub("?", text.strip()) or "nothing"
-    return plain if len(plain) <= 60 else plain[:57] + "..."

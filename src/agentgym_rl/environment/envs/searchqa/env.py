@@ -11,6 +11,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, get_args
 
+from agentgym_rl.environment.base import check_item
 from agentgym_rl.environment.envs.searchqa import published
 from agentgym_rl.environment.envs.searchqa.builtin import SPLITS, builtin_questions
 from agentgym_rl.environment.envs.searchqa.datasets import Rows, facts_of, load_with_rows
@@ -98,9 +99,7 @@ class SearchQA:
 
     @classmethod
     def question(cls, item: int) -> Question:
-        if not any(item in split for split in cls.splits.values()):
-            raise IndexError(f"searchqa has items 0 to {sum(map(len, cls.splits.values())) - 1}, got {item}")
-        return cls.questions()[item]
+        return cls.questions()[check_item(cls, item)]
 
     @classmethod
     def subsets_of(cls, item: int) -> tuple[str, ...]:

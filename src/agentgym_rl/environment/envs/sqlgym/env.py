@@ -7,9 +7,11 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from agentgym_rl.environment.base import check_item
 from agentgym_rl.environment.envs.sqlgym import tasks
 from agentgym_rl.environment.envs.sqlgym.databases import build
 from agentgym_rl.environment.envs.text_svg import Panel, draw
+from agentgym_rl.environment.plain_text import plain
 from agentgym_rl.environment.tools import Tool
 from agentgym_rl.errors import EnvError
 from agentgym_rl.types import Step
@@ -43,7 +45,6 @@ _ROWS_SHOWN, _CELL_CHARS = 10, 40
 _PROGRESS_STEPS, _MAX_PROGRESS_CALLS = 1000, 300
 """SQLite calls back after so many instructions, and stops a statement after so many calls: some milliseconds."""
 _MAX_VALUE_BYTES = 100_000
-_UNPRINTABLE = re.compile(r"[^\x20-\x7e]+")
 _FENCE = re.compile(r"```(?:sql)?\s*(.*?)\s*```", re.DOTALL | re.IGNORECASE)
 _FUNCTIONS = frozenset((
     "abs", "avg", "coalesce", "count", "dense_rank", "first_value", "group_concat", "ifnull", "iif", "instr",
@@ -91,10 +92,10 @@ class SqlGym:
 
     @classmethod
     def subsets_of(cls, item: int) -> tuple[str, ...]:
-        return tasks.subsets_of(_check_item(item))
+        return tasks.subsets_of(check_item(cls, item))
 
     def reset(self, item: int) -> str:
-        self._question = tasks.question(_check_item(item))
+        self._question = tasks.question(check_item(self, item))
         self.close()
         self._connection = build(self._question.database, self._question.seed)
         self._reference = self._connection.execute(self._question.statement).fetchall()
@@ -176,12 +177,6 @@ class SqlGym:
         return self._connection
 
 
-def _check_item(item: int) -> int:
-    if not any(item in split for split in tasks.SPLITS.values()):
-        raise IndexError(f"sqlgym has items 0 to {tasks.SPLITS['validation'].stop - 1}, got {item}")
-    return item
-
-
 def _restrict(connection: sqlite3.Connection) -> None:
     connection.set_authorizer(_authorize)
     connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_BYTES)
@@ -227,11 +222,9 @@ def _table(columns: list[str], rows: list[Row]) -> str:
 
 def _cell(value: Any) -> str:
     text = "NULL" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
-    text = _UNPRINTABLE.sub("?", text)
-    return text if len(text) <= _CELL_CHARS else text[: _CELL_CHARS - 3] + "..."
+    return plain(text, _CELL_CHARS)
 
 
 def _clean(text: str) -> str:
     """Return text that may repeat the player's, short and in plain characters."""
-    plain = _UNPRINTABLE.sub("?", text) or "nothing"
-    return plain if len(plain) <= 120 else plain[:117] + "..."
+    return plain(text, 120) or "nothing"

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
+from agentgym_rl.environment.base import check_item
 from agentgym_rl.environment.envs.textcraft import problems
 from agentgym_rl.environment.envs.textcraft.oracle_thoughts import think
 from agentgym_rl.environment.envs.textcraft.picture import draw
@@ -18,6 +19,7 @@ from agentgym_rl.environment.envs.textcraft.recipe_book import (
     craft_command,
     load_book,
 )
+from agentgym_rl.environment.plain_text import plain
 from agentgym_rl.environment.tools import Tool
 from agentgym_rl.errors import EnvError
 from agentgym_rl.types import Step
@@ -67,7 +69,6 @@ _MAX_CHARS = 500
 _GET = re.compile(r"get ([0-9]+) (.+)")
 _CRAFT = re.compile(r"craft (?:[0-9]+ )?(.+?) using (.+)")
 _PART = re.compile(r"([0-9]+) (.+)")
-_UNPRINTABLE = re.compile(r"[^\x20-\x7e]+")
 
 
 class _Refused(Exception):
@@ -97,7 +98,7 @@ class TextCraft:
 
     @classmethod
     def subsets_of(cls, item: int) -> tuple[str, ...]:
-        return (f"depth{load_book().depth[problems.goals()[problems.original(_check_item(item))]]}",)
+        return (f"depth{load_book().depth[problems.goals()[problems.original(check_item(cls, item))]]}",)
 
     def fork(self) -> TextCraft:
         """Return a copy that shares the recipes, which never change."""
@@ -106,7 +107,7 @@ class TextCraft:
         return other
 
     def reset(self, item: int) -> str:
-        self._problem = problems.problem(_check_item(item))
+        self._problem = problems.problem(check_item(self, item))
         self._book = self._problem.book
         self._item = item
         self._held = {}
@@ -172,7 +173,7 @@ class TextCraft:
         if match := _CRAFT.fullmatch(action):
             return self._craft(match[1], match[2])
         raise _Refused(
-            f"Could not execute {_quote(action)}. Commands: get N item; craft N item using N item, N item; inventory."
+            f"Could not execute {plain(action)}. Commands: get N item; craft N item using N item, N item; inventory."
         )
 
     def _inventory(self) -> str:
@@ -182,7 +183,7 @@ class TextCraft:
     def _get(self, digits: str, name: str) -> Step:
         raw = GATHERED_KINDS.get(name) or self._raw(OTHER_NAMES.get(name, name))
         if raw is None:
-            raise _Refused(f"Could not find {_quote(name)}")
+            raise _Refused(f"Could not find {plain(name)}")
         count = _count(digits)
         self._held[raw] = self._held.get(raw, 0) + count
         return Step(f"Got {count} {raw}", info={"valid": True})
@@ -194,7 +195,7 @@ class TextCraft:
     def _craft(self, output: str, ingredients: str) -> Step:
         given = _parts(ingredients)
         if output not in self._book.recipes:
-            raise _Refused(f"Could not find a recipe for {_quote(output)}")
+            raise _Refused(f"Could not find a recipe for {plain(output)}")
         for recipe in self._book.recipes[output]:
             wanted = self._match(recipe, given)
             if wanted is not None:
@@ -243,12 +244,6 @@ class TextCraft:
             wanted[members[0]] = wanted.get(members[0], 0) + count
 
 
-def _check_item(item: int) -> int:
-    if not any(item in split for split in TextCraft.splits.values()):
-        raise IndexError(f"textcraft has items 0 to {problems.RENAMED[-1]}, got {item}")
-    return item
-
-
 def _normalise(text: str) -> str:
     """Return the text in lower case with single spaces. Item ids such as minecraft:oak_log become oak log."""
     if len(text) > _MAX_CHARS:
@@ -264,7 +259,7 @@ def _parts(ingredients: str) -> dict[str, int]:
     for part in ingredients.split(","):
         match = _PART.fullmatch(part.strip())
         if match is None:
-            raise _Refused(f"Wrong item format: {_quote(part.strip())}. Write an amount and a name, like 2 oak planks.")
+            raise _Refused(f"Wrong item format: {plain(part.strip())}. Write an amount and a name, like 2 oak planks.")
         name = OTHER_NAMES.get(match[2], match[2])
         given[name] = given.get(name, 0) + _count(match[1])
     return given
@@ -273,11 +268,5 @@ def _parts(ingredients: str) -> dict[str, int]:
 def _count(digits: str) -> int:
     count = int(digits) if len(digits) <= 8 else _MAX_COUNT + 1
     if not 1 <= count <= _MAX_COUNT:
-        raise _Refused(f"Could not handle an amount of {_quote(digits)}. Amounts go from 1 to {_MAX_COUNT}.")
+        raise _Refused(f"Could not handle an amount of {plain(digits)}. Amounts go from 1 to {_MAX_COUNT}.")
     return count
-
-
-def _quote(text: str) -> str:
-    """Return the player's text, safe to repeat: short, and plain characters only."""
-    plain = _UNPRINTABLE.sub("?", text)
-    return plain if len(plain) <= 60 else plain[:57] + "..."

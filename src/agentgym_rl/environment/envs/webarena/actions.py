@@ -6,11 +6,11 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from agentgym_rl.environment.plain_text import plain
 from agentgym_rl.environment.tools import Tool
 
 MAX_CHARS = 5000
 """Length of the longest action accepted. No form of the sites needs as much."""
-MAX_QUOTED = 60
 
 FORMS = (
     "click [id]",
@@ -101,8 +101,7 @@ def parse(text: str) -> Action:
 
 def quote(text: str) -> str:
     """Return the agent's text in quotes, shortened and reduced to printable ASCII."""
-    plain = re.sub(r"[^\x20-\x7e]+", "?", text)
-    return f'"{plain}"' if len(plain) <= MAX_QUOTED else f'"{plain[: MAX_QUOTED - 3]}..."'
+    return f'"{plain(text)}"'
 
 
 _MODIFIERS = {"ctrl": "Control", "control": "Control", "alt": "Alt", "shift": "Shift", "meta": "Meta", "cmd": "Meta"}

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from agentgym_rl.environment.agentgym_tools import WEBSHOP as INSTRUCTION
+from agentgym_rl.environment.base import check_item
 from agentgym_rl.environment.envs.text_svg import Panel, draw
 from agentgym_rl.environment.envs.webshop import goals
 from agentgym_rl.environment.envs.webshop.catalogue import RESULTS_PER_PAGE, Product, by_code, search
+from agentgym_rl.environment.plain_text import plain
 from agentgym_rl.environment.tools import Tool
 from agentgym_rl.errors import EnvError
 from agentgym_rl.types import Step
@@ -34,7 +36,6 @@ SUBPAGES = ("Description", "Features", "Reviews")
 _SEPARATOR = " [SEP] "
 _MAX_CHARS = 300
 _ACTION = re.compile(r"(search|click)\[(.*)\]", re.IGNORECASE | re.DOTALL)
-_UNPRINTABLE = re.compile(r"[^\x20-\x7e]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +70,10 @@ class WebShop:
 
     @classmethod
     def subsets_of(cls, item: int) -> tuple[str, ...]:
-        return (goals.subset_of(_check_item(item)),)
+        return (goals.subset_of(check_item(cls, item)),)
 
     def reset(self, item: int) -> str:
-        self._goal = goals.goal(_check_item(item))
+        self._goal = goals.goal(check_item(self, item))
         self._item, self._page, self._score = item, Page(), None
         return self._observation()
 
@@ -80,7 +81,8 @@ class WebShop:
         self._require_playing()
         page = self._next_page(text)
         if page is None:
-            return Step(f"Nothing to do for {_quote(text)}.{_SEPARATOR}{self._observation()}", info={"valid": False})
+            shown = plain(text.strip()) or "nothing"
+            return Step(f"Nothing to do for {shown}.{_SEPARATOR}{self._observation()}", info={"valid": False})
         self._page = page
         if page.kind != "done":
             return Step(self._observation(), info={"valid": True})
@@ -246,15 +248,3 @@ class WebShop:
     def _require_playing(self) -> None:
         if self._page.kind == "done":
             raise EnvError("webshop needs a running episode: call reset first")
-
-
-def _check_item(item: int) -> int:
-    if not any(item in split for split in goals.SPLITS.values()):
-        raise IndexError(f"webshop has items 0 to {goals.SPLITS['validation'].stop - 1}, got {item}")
-    return item
-
-
-def _quote(text: str) -> str:
-    """Return the player's text, safe to repeat: short, and plain characters only."""
-    plain = _UNPRINTABLE.sub("?", text.strip()) or "nothing"
-    return plain if len(plain) <= 60 else plain[:57] + "..."

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from agentgym_rl.environment.envs.wordle import solver, words
 from agentgym_rl.environment.envs.wordle.picture import draw
+from agentgym_rl.environment.plain_text import plain_action
 from agentgym_rl.environment.tools import Tool
 from agentgym_rl.errors import EnvError
 from agentgym_rl.types import Step
@@ -27,7 +28,6 @@ Words that are not in the word list are refused and cost no guess."""
 _NUM_CANDIDATES_OFFERED = 2
 _NUM_OTHERS_OFFERED = 6
 _MAX_CHARS = 200
-_UNPRINTABLE = re.compile(r"[^\x20-\x7e]+")
 
 
 class _Refused(Exception):
@@ -147,13 +147,7 @@ def _read_guess(text: str) -> str:
     if re.fullmatch(r"[a-z](?: [a-z]){4}", guess):
         guess = guess.replace(" ", "")
     if not re.fullmatch(r"[a-z]{5}", guess):
-        raise _Refused(f"Could not read {_quote(text.strip())} as a guess. Guess one word of five letters, a to z.")
+        raise _Refused(f"Could not read {plain_action(text)} as a guess. Guess one word of five letters, a to z.")
     if guess not in words.allowed():
         raise _Refused(f"{guess} is not in the word list.")
     return guess
-
-
-def _quote(text: str) -> str:
-    """Return the player's text, safe to repeat: short, and plain characters only."""
-    plain = _UNPRINTABLE.sub("?", text) or "nothing"
-    return plain if len(plain) <= 60 else plain[:57] + "..."

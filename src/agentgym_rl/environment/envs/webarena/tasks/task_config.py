@@ -19,7 +19,6 @@ class TaskConfig:
     """One task, with its addresses filled in."""
 
     task_id: int
-    sites: tuple[str, ...]
     intent: str
     start_urls: tuple[str, ...]
     """Addresses of the first tabs."""
@@ -38,7 +37,6 @@ def read_task(raw: Mapping[str, Any], addresses: Mapping[str, str]) -> TaskConfi
     config = _fill_addresses(raw, addresses)
     return TaskConfig(
         task_id=config["task_id"],
-        sites=tuple(config["sites"]),
         intent=config["intent"],
         start_urls=tuple(config["start_url"].split(" |AND| ")),
         storage_state=config.get("storage_state"),
