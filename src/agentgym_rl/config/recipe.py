@@ -312,6 +312,12 @@ class Config(Section):
             group_size = self.rl.tree.paths
         return {env.name: group_size or env.group_size or self.rl.group_size for env in self.environments}
 
+    def mean_group_size(self) -> float:
+        """Return the mean episodes of a training group, which depends on how often each environment is drawn."""
+        sizes = self.group_sizes()
+        drawn = sum(env.weight * sizes[env.name] for env in self.environments)
+        return drawn / sum(env.weight for env in self.environments)
+
     def sessions_per_engine(self) -> int:
         """Return the episodes that each engine holds at the same time. Further episodes wait."""
         engines = self.scale.engines if self.scale is not None else len(self.engine.urls) or self.engine.replicas

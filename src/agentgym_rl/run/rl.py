@@ -9,7 +9,7 @@ from agentgym_rl.rewards.rewards import Rewards
 from agentgym_rl.run.backend import Backend
 from agentgym_rl.run.collectors import limits_of
 from agentgym_rl.run.context import RunContext
-from agentgym_rl.run.judging import CACHE_NAME, make_rewards
+from agentgym_rl.run.judging import CACHE_NAME, judge_budget_problem, make_rewards
 from agentgym_rl.run.log import horizon_stages
 from agentgym_rl.run.run import Run
 from agentgym_rl.run.stopping import last_checkpoint, try_checkpoint
@@ -18,7 +18,6 @@ from agentgym_rl.run.teaching import Taught, require_same_tokens
 from agentgym_rl.training.checkpoint import checkpoint_path, list_checkpoints
 from agentgym_rl.training.doctor import Doctor
 from agentgym_rl.training.horizon import make_horizon
-from agentgym_rl.training.reward_settings import budget_problem
 from agentgym_rl.training.rl import Hooks, RLState, expected_steps, train_rl
 from agentgym_rl.training.role_learners import RoleLearners
 from agentgym_rl.types import Collect, Group, StopReason
@@ -38,6 +37,7 @@ class RLRun(Run):
         """Whether the loop waits for asynchronous groups, whose state can be saved at any moment."""
         self.rewards: Rewards | None = None
         """Sources of rewards of the recipe, if it has any."""
+        self._warned_of_unread = False
 
     @property
     def step(self) -> int:  # type: ignore[override]
@@ -60,8 +60,7 @@ class RLRun(Run):
         )
         backend = self.backend
         self.rewards = make_rewards(config.rewards, config.judge, self.log.root / CACHE_NAME)
-        groups = 0 if config.rl.token_budget else total * config.rl.groups_per_step
-        if problem := budget_problem(config.rewards, config.judge, groups, min(config.group_sizes().values())):
+        if problem := judge_budget_problem(config):
             self.warn("judge_budget", problem)
         # Judges and teachers read the episodes here.
         keep = self.rewards is None and config.rl.distill is None and config.rl.correction is None
@@ -137,6 +136,14 @@ class RLRun(Run):
         if unjudged:
             message = f"{len(unjudged)} of {len(played)} episodes of step {step} were not judged and are left out"
             self.warn("episodes_not_judged", f"{message}; the first: {unjudged[0]}")
+        unread = sum(any(verdict.cut_chars for verdict in trajectory.verdicts) for trajectory in played)
+        if unread and not self._warned_of_unread:
+            self._warned_of_unread = True
+            message = (
+                f"the judge does not read the whole text of {unread} of {len(played)} episodes of step {step}: raise "
+                "judge.max_chars, which the episodes of a ranking share"
+            )
+            self.warn("episodes_read_in_part", message)
         timed_out = sum(trajectory.timed_out for trajectory in played)
         if timed_out and self.config.agent.on_timeout == "retry":
             message = (
