@@ -21,7 +21,6 @@ from agentgym_rl.errors import ConfigError, EngineError
 from agentgym_rl.rewards.judge import Judge, LocalChat, make_chat_client
 from agentgym_rl.rewards.judge_questions import read_numbers, read_ranking, transcript
 from agentgym_rl.rewards.rewards import Rewards
-from agentgym_rl.run.judging import judge_budget_problem
 from agentgym_rl.run.preflight import require_recipe
 from agentgym_rl.training.batch import equal_rewards, gather
 from agentgym_rl.training.metrics import episode_metrics
@@ -214,9 +213,10 @@ async def test_a_judge_is_told_of_text_that_it_does_not_read(server: JudgeServer
     for settings, cut in ((RUBRIC, True), (ranking, True), (RUBRIC, False), (ranking, False)):
         group = Group(TASK, [episode("a" * 1000 if cut else "down"), episode("up")])
         long, short = [v for (v,) in await scored(group, settings, judge=judge)]
-        system, question = (m["content"] for m in server.asked[0]["messages"])
-        assert ("too long to show" in system) == cut
-        assert (f"[{long.cut_chars} characters left out]" in question) == cut == (long.cut_chars > 0)
+        asked = [[message["content"] for message in body["messages"]] for body in server.asked]
+        told = ["too long to show" in system for system, _ in asked]
+        assert told == [f"[{long.cut_chars} characters left out]" in question for _, question in asked]
+        assert any(told) == cut == (long.cut_chars > 0)
         assert (short.scores, short.cut_chars) == ([1.0], 0)
         server.asked.clear()
     differ_inside = Group(TASK, [episode("x" * 600 + letter + "x" * 600) for letter in "ab"])
@@ -440,17 +440,12 @@ def test_a_budget_that_does_not_last_is_foreseen() -> None:
     assert not budget_problem([RUBRIC], None, 10, 100)
 
 
-def test_the_expected_number_of_answers_follows_from_the_recipe() -> None:
+def test_the_budget_counts_the_mean_group_and_every_role() -> None:
     environments = [{"name": "counting", "group_size": 2}, {"name": "other", "group_size": 10, "weight": 3.0}]
-    raw = {"environments": environments, "rewards": [{"kind": "rubric", "rubric": "x"}]}
-    needed = 2 * 4 * 8  # steps, groups of a step, episodes of a group on average
-    assert not judge_budget_problem(counting_config(**raw, judge={**JUDGE, "max_calls": needed}))
-    short = {**JUDGE, "max_calls": needed - 1}
-    assert f"less than the {needed} answers" in judge_budget_problem(counting_config(**raw, judge=short))
     roles = {"learns": {"policy": "learner"}, "plays": {"policy": "random"}}
-    of_team = judge_budget_problem(counting_config(**raw, judge=short, team={"roles": roles}))
-    assert f"less than the {2 * needed} answers" in of_team
-    assert not judge_budget_problem(counting_config(**raw, judge=short, rl__token_budget=1000))
+    assert counting_config(environments=environments).judged_groups() == (2 * 4, 8.0)
+    assert counting_config(team={"roles": roles}).judged_groups() == (2 * 2 * 4, 4.0)
+    assert counting_config(rl__token_budget=1000).judged_groups() == (0, 4.0)
 
 
 def test_rewards_are_read_by_online_methods_only() -> None:

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import cast
 
 from agentgym_rl.agent.renderer import Renderer, Thoughts
-from agentgym_rl.config import Config, ModelConfig
+from agentgym_rl.config import ModelConfig
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.rewards.judge import Judge, LocalChat, make_chat_client
 from agentgym_rl.rewards.rewards import Rewards, Scorer
 from agentgym_rl.run.demonstrations import to_transcript
 from agentgym_rl.run.load_model import load_from, load_frozen, loaded_dtype
 from agentgym_rl.training.locate_model import find_reward_model
-from agentgym_rl.training.reward_settings import SCORED_TOKENS, JudgeSettings, RewardSettings, budget_problem
+from agentgym_rl.training.reward_settings import SCORED_TOKENS, JudgeSettings, RewardSettings
 from agentgym_rl.types import Group
 
 CACHE_NAME = "judge.jsonl"
@@ -27,16 +27,6 @@ def make_rewards(rewards: tuple[RewardSettings, ...], judge: JudgeSettings | Non
         return None
     scorers = {reward.source: make_scorer(reward) for reward in rewards if reward.kind == "reward_model"}
     return Rewards(rewards, None if judge is None else make_judge(judge, cache), scorers)
-
-
-def judge_budget_problem(config: Config) -> str:
-    """Return why the budget of a recipe's judge does not last for all steps, or an empty string.
-
-    The number of steps within a token budget is not known. The groups of every role of a team are judged.
-    """
-    roles = 1 if config.team is None else len(config.team.roles)
-    groups = 0 if config.rl.token_budget else config.rl.steps * config.rl.groups_per_step * roles
-    return budget_problem(config.rewards, config.judge, groups, config.mean_group_size())
 
 
 def make_scorer(settings: RewardSettings) -> Scorer:

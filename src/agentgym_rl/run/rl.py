@@ -9,7 +9,7 @@ from agentgym_rl.rewards.rewards import Rewards
 from agentgym_rl.run.backend import Backend
 from agentgym_rl.run.collectors import limits_of
 from agentgym_rl.run.context import RunContext
-from agentgym_rl.run.judging import CACHE_NAME, judge_budget_problem, make_rewards
+from agentgym_rl.run.judging import CACHE_NAME, make_rewards
 from agentgym_rl.run.log import horizon_stages
 from agentgym_rl.run.run import Run
 from agentgym_rl.run.stopping import last_checkpoint, try_checkpoint
@@ -18,6 +18,7 @@ from agentgym_rl.run.teaching import Taught, require_same_tokens
 from agentgym_rl.training.checkpoint import checkpoint_path, list_checkpoints
 from agentgym_rl.training.doctor import Doctor
 from agentgym_rl.training.horizon import make_horizon
+from agentgym_rl.training.reward_settings import budget_problem
 from agentgym_rl.training.rl import Hooks, RLState, expected_steps, train_rl
 from agentgym_rl.training.role_learners import RoleLearners
 from agentgym_rl.types import Collect, Group, StopReason
@@ -60,7 +61,7 @@ class RLRun(Run):
         )
         backend = self.backend
         self.rewards = make_rewards(config.rewards, config.judge, self.log.root / CACHE_NAME)
-        if problem := judge_budget_problem(config):
+        if problem := budget_problem(config.rewards, config.judge, *config.judged_groups()):
             self.warn("judge_budget", problem)
         # Judges and teachers read the episodes here.
         keep = self.rewards is None and config.rl.distill is None and config.rl.correction is None
