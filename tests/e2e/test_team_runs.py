@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import socket
 from functools import partial
 from pathlib import Path
@@ -69,6 +70,8 @@ async def test_a_run_against_its_past_that_is_resumed_equals_one_in_one_go(tmp_p
     metrics = read_metrics(whole / "metrics.jsonl")
     assert all(row["mismatch/abs"] < 1e-4 for row in metrics), "each role is trained on exactly what it saw"
     assert len({row["elo/learner"] for row in metrics}) == 4, "every step has games against the past"
+    before = json.loads((whole / "summary.json").read_text())["before"]["success"]
+    assert [row["heldout/success"] for row in metrics] == [before] * 4, "the first part's end is not in eval.every"
     assert {player for _, player in players_of(whole, 1)} == {"learner", "past@0"}
     later = {player for step in (2, 3, 4) for _, player in players_of(whole, step)}
     assert later <= {"learner", "past@0", "past@1", "past@2", "past@3"}

@@ -156,13 +156,19 @@ class RLRun(Run):
 
     def _log_step(self, step: int, metrics: dict[str, float | str]) -> None:
         expected = expected_steps(self.config.rl, step, float(metrics["tokens/total"]))
-        if self.backend.team is not None:
-            metrics = {**metrics, **self.backend.team.league.metrics()}
+        if self.backend.team is not None and (rating := self.backend.team.league.metrics()):
+            metrics = {**metrics, **rating, "heldout/success": self._held_out_success(step)}
         self.log.log(step, metrics | join_metrics([self.system.metrics(), metrics]), steps=expected)
         self.console.step(step, metrics, expected)
         for finding in self.doctor.observe({"step": step, **metrics}):
             self.log.log_finding(finding.line())
             self.console.warn(f"doctor: {finding.message}")
+
+    def _held_out_success(self, step: int) -> float:
+        """Return the success of the last evaluation by `eval.every` before `step`, the same if the run was resumed."""
+        every = self.config.eval.every
+        last = (step - 1) // every * every if every else 0
+        return float([result["success"] for result in self.evaluations if result["step"] <= last][-1])
 
     async def _after_step(self, step: int) -> None:
         last = self.rl.is_finished(self.config.rl)
