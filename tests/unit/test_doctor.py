@@ -181,12 +181,12 @@ def test_in_self_play_only_held_out_success_shows_that_a_run_succeeds(rule: str)
     assert rule not in found(heldout__success=0.95)
 
 
-def test_the_echo_trap_is_silent_while_held_out_success_is_near_its_best() -> None:
-    ill = ILL["echo_trap"][0]
-    rising, falling = ([0.4] * 20 + [0.6] * 20 + [end] * 20 for end in (0.7, 0.3))
+@pytest.mark.parametrize("rule", ["entropy_collapse", "echo_trap"])
+def test_in_self_play_certainty_is_normal_while_held_out_success_is_near_its_best(rule: str) -> None:
+    rising, falling = ([0.4] * 15 + [0.6] * 25 + [end] * 20 for end in (0.7, 0.3))
     for curve, expected in ((rising, False), (falling, True)):
-        self_play = [row | {"heldout/success": success} for row, success in zip(ill, curve, strict=True)]
-        assert ("echo_trap" in {finding.rule for finding in Doctor(self_play).findings}) == expected
+        self_play = [row | {"heldout/success": x} for row, x in zip(ILL[rule][0], curve, strict=True)]
+        assert (rule in {finding.rule for finding in Doctor(self_play).findings}) == expected
 
 
 def test_a_short_first_stage_with_rising_reward_is_not_reported() -> None:

@@ -122,10 +122,11 @@ Rule = Callable[[Rows], Symptom | None]
 def entropy_collapse(rows: Rows) -> Symptom | None:
     """Detect entropy below a tenth of its start. Healthy runs settle at a quarter or more while there is still
     something to learn. Below a tenth nearly all episodes of a group are equal. The sampler's estimate counts too,
-    because the learner's needs groups with an advantage."""
+    because the learner's needs groups with an advantage. In self-play an opponent may bound success below 90%, so the
+    rule is also silent while held-out success is near its best after a rise."""
     for name in ("entropy/mean", "surprise/mean"):
         now, start = _now(rows, name), _start(rows, name, max)
-        if now is None or start is None or _solved(rows) or now >= 0.1 * start:
+        if now is None or start is None or _solved(rows) or now >= 0.1 * start or _is_best(rows, "heldout/success"):
             continue
         return Symptom(
             _since_below(rows, name, 0.1 * start),
@@ -445,7 +446,7 @@ def echo_trap(rows: Rows) -> Symptom | None:
     if not spreads or not diversities or _solved(rows):
         return None
     progress = ("heldout/success",) if "heldout/success" in rows.names else ("success/mean", "reward/mean")
-    if any(_rose(rows, name) and _near_best(rows, name) for name in progress):
+    if any(_is_best(rows, name) for name in progress):
         return None
     spread, diversity = (max(value for _, value in means) for means in (spreads, diversities))
     spread_now, diversity_now = spreads[-1][1], diversities[-1][1]
@@ -569,10 +570,10 @@ def _rose(rows: Rows, name: str, window: int = WINDOW) -> bool:
     return now is not None and start is not None and now - start > max(0.05, 0.1 * abs(start))
 
 
-def _near_best(rows: Rows, name: str) -> bool:
-    """Return whether a metric is above nine tenths of its best window."""
+def _is_best(rows: Rows, name: str) -> bool:
+    """Return whether a metric is above nine tenths of its best window, after a rise."""
     means = [value for _, value in _window_means(rows, name)]
-    return bool(means) and means[-1] >= 0.9 * max(means)
+    return _rose(rows, name) and means[-1] >= 0.9 * max(means)
 
 
 def _solved(rows: Rows) -> bool:
