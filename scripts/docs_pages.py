@@ -11,7 +11,6 @@ import dataclasses
 import importlib
 import inspect
 import json
-import math
 import re
 import statistics
 import subprocess
@@ -467,18 +466,17 @@ def asynchronous(study: str) -> str:
     rows = []
     for bound, records in bounds.items():
         after = [record["after"]["success"] for record in records]
-        error = 1.96 * math.sqrt(sum(p * (1 - p) / r["after"]["episodes"] for p, r in zip(after, records, strict=True)))
         age = statistics.fmean(x for record in records for x in record["curves"]["staleness/mean"])
         rows.append(
             [
                 f"`{bound}`",
                 ", ".join(f"{100 * p:.1f}" for p in after),
-                f"{100 * statistics.fmean(after):.1f} ±{100 * error / len(after):.1f}",
+                pooled_success(records),
                 f"{age:.2f}",
                 f"{statistics.median(record['seconds'] for record in records):.0f} s",
             ]
         )
-    success = ["success of each seed, %", "mean, %"]
+    success = ["success of each seed, %", "mean (95% interval), %"]
     return table(["`rl.max_staleness`", *success, "mean age of a token, updates", "time, median"], rows)
 
 
@@ -504,11 +502,21 @@ def asynchronous_times(study: str) -> str:
                 f"{tokens:,.0f}",
                 f"{first[0] / step_s:.2f}×",
                 f"{first[1] * tokens / step_s:.2f}×",
-                f"{100 * record['after']['success']:.1f}",
+                pooled_success([record]),
             ]
         )
-    speeds = ["steps/s", "sampled tokens/s"]
-    return table(["model", "`rl.max_staleness`", "a step", "learning", "sampled tokens", *speeds, "success, %"], rows)
+    times = ["a step", "learning", "sampled tokens", "steps/s", "sampled tokens/s"]
+    return table(["model", "`rl.max_staleness`", *times, "success (95% interval), %"], rows)
+
+
+def pooled_success(records: list[dict[str, Any]]) -> str:
+    """Return the success of runs after training, in percent, with its 95% interval over their episodes."""
+    from agentgym_rl.common.intervals import wilson_interval
+
+    episodes = sum(record["after"]["episodes"] for record in records)
+    successes = sum(round(record["after"]["success"] * record["after"]["episodes"]) for record in records)
+    low, high = wilson_interval(successes, episodes)
+    return f"{100 * successes / episodes:.1f} ({100 * low:.1f}–{100 * high:.1f})"
 
 
 def load() -> str:

@@ -119,8 +119,7 @@ class Message:
     token_ids: list[int] = field(default_factory=list)
     """Empty if no tokenizer was involved (human, oracle, API)."""
     logprobs: list[float] | None = None
-    """One per token, under the distribution it was sampled from; None if the message was not sampled. Trainable iff not
-    None."""
+    """One per token, under the distribution it was sampled from. None if the message was not sampled: not trainable."""
     version: int | None = None
     """Version of the weights that sampled its first token."""
     versions: list[int] = field(default_factory=list)
@@ -201,6 +200,8 @@ class Verdict:
     """Text of the judge's answer."""
     error: str = ""
     """Reason why there are no scores. The episode is then not trained on."""
+    cut_chars: int = 0
+    """Characters of the episode that the judge did not read, because it was too long."""
 
 
 @dataclass(slots=True)
@@ -500,8 +501,7 @@ class Sample:
     order: list[int] = field(default_factory=list)
     """A: position of each token among the trained tokens of its episode; empty if the sample is the whole episode."""
     left_out: list[tuple[int, int]] = field(default_factory=list)
-    """(start, length) of tokens without a loss, even if it is taken on other text: replies that are not imitated, and
-    what a later segment repeats."""
+    """(start, length) of tokens without a loss, even one on all text: replies not imitated, repeated beginnings."""
     stored: Any = None
     """Where its tokens are and how many (training.stored.StoredSample), if lists above are empty; else None."""
 

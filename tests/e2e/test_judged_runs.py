@@ -70,6 +70,20 @@ async def test_a_run_learns_from_a_judge_against_the_environment(server: JudgeSe
     assert not any(t.verdicts for t in evaluated), "evaluation never uses judged rewards"
 
 
+@pytest.mark.parametrize("max_chars", [200, 24_000])
+async def test_a_run_warns_once_of_text_that_its_judge_does_not_read(
+    max_chars: int, server: JudgeServer, tmp_path: Path
+) -> None:
+    ranking = {"kind": "ranking", "rubric": "The agent should count down."}
+    await train_counting(
+        counting_config(rewards=[ranking], **judged(server, max_chars=max_chars, max_calls=7)), tmp_path / "run"
+    )
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    kinds = [event["kind"] for event in events]
+    assert kinds.count("episodes_read_in_part") == (max_chars == 200)
+    assert "judge_budget" in kinds, "2 steps of 4 groups need 8 answers"
+
+
 async def test_a_run_learns_from_a_function(tmp_path: Path) -> None:
     config = counting_config(**LONGER, rewards=[IGNORED, OWN])
     await train_counting(config, tmp_path / "run")

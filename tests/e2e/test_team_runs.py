@@ -60,6 +60,8 @@ async def test_a_run_against_its_past_that_is_resumed_equals_one_in_one_go(tmp_p
     metrics = read_metrics(whole / "metrics.jsonl")
     assert all(row["mismatch/abs"] < 1e-4 for row in metrics), "each role is trained on exactly what it saw"
     assert len({row["elo/learner"] for row in metrics}) == 4, "every step has games against the past"
+    before = json.loads((whole / "summary.json").read_text())["before"]["success"]
+    assert [row["heldout/success"] for row in metrics] == [before] * 4, "the first part's end is not in eval.every"
     assert {player for _, player in players_of(whole, 1)} == {"learner", "past@0"}
     later = {player for step in (2, 3, 4) for _, player in players_of(whole, step)}
     assert later <= {"learner", "past@0", "past@1", "past@2", "past@3"}
@@ -123,7 +125,7 @@ async def test_the_budget_of_a_judge_is_compared_with_what_all_trained_roles_nee
     with pytest.raises(EngineError, match="none of 16 episodes could be judged"):
         await train(config, tmp_path / "run", console=quiet())
     (event, *_) = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").open()]
-    assert "max_calls = 20 is less than the 32 answers that all steps need" in event["message"]
+    assert "max_calls = 20 is less than the 32 answers that all steps are expected to need" in event["message"]
 
 
 async def test_snapshots_that_no_checkpoint_needs_are_deleted(tmp_path: Path) -> None:

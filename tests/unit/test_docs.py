@@ -54,6 +54,16 @@ def test_every_marker_of_a_generated_part_has_a_generator() -> None:
         assert "<!--" not in hook.on_page_markdown(f"<!-- generated: {name} -->")
 
 
+def test_every_success_of_asynchronous_groups_has_an_interval() -> None:
+    script, interval = load_script("docs_pages"), r"(\d+\.\d) \((\d+\.\d)–(\d+\.\d)\)"
+    for name in ("asynchronous", "asynchronous-textcraft", "qwen-asynchronous"):
+        header, _, *rows = script.GENERATORS[name]().strip().splitlines()
+        assert "(95% interval)" in header
+        found = [re.search(interval, row) for row in rows]
+        assert all(found)
+        assert all(float(low) <= float(rate) < float(high) for rate, low, high in (m.groups() for m in found if m))
+
+
 def test_a_page_of_a_clone_says_how_to_build_its_generated_parts() -> None:
     hook = load_script("docs_pages")
     for path in DOCS.rglob("*.md"):

@@ -28,7 +28,6 @@ Row = dict[str, Any]
 HEALTHY: Row = {
     "success/mean": 0.4,
     "reward/mean": 0.4,
-    "elo/learner": 1000.0,
     "judged/mean": 0.3,
     "groups/zero_variance": 0.6,
     "entropy/mean": 0.7,
@@ -152,7 +151,6 @@ def test_every_setting_in_a_remedy_exists() -> None:
         ("template_collapse", {"success__mean": 0.95}),
         ("echo_trap", {"success__mean": 0.95}),
         ("echo_trap", {"reward__mean": 0.9}),
-        ("echo_trap", {"elo__learner": 1300.0}),  # against its past it wins about half of the games, however good it is
         ("echo_trap", {"replies__diversity": 0.4}),
         ("echo_trap", {"reward__spread": 0.2}),
         ("repeated_actions", {"success__mean": 0.6}),
@@ -168,6 +166,27 @@ def test_rules_are_silent_while_the_run_succeeds(rule: str, well: dict[str, floa
     ]
     assert rule in {finding.rule for finding in Doctor(ILL[rule][0]).findings}
     assert rule not in {finding.rule for finding in Doctor(ill).findings}
+
+
+@pytest.mark.parametrize("rule", ["entropy_collapse", "zero_advantage", "template_collapse", "echo_trap"])
+def test_in_self_play_only_held_out_success_shows_that_a_run_succeeds(rule: str) -> None:
+    def found(**changes: float) -> set[str]:
+        self_play = [row | {"elo/learner": 1000.0, "heldout/success": 0.4} for row in ILL[rule][0]]
+        late = {name.replace("__", "/"): value for name, value in changes.items()}
+        changed = [row | (late if row["step"] > TURN - symptoms.WINDOW else {}) for row in self_play]
+        return {finding.rule for finding in Doctor(changed).findings}
+
+    assert rule in found(elo__learner=1300.0)
+    assert rule in found(elo__learner=1300.0, success__mean=0.95, reward__mean=0.9)
+    assert rule not in found(heldout__success=0.95)
+
+
+@pytest.mark.parametrize("rule", ["entropy_collapse", "echo_trap"])
+def test_in_self_play_certainty_is_normal_while_held_out_success_is_near_its_best(rule: str) -> None:
+    rising, falling = ([0.4] * 15 + [0.6] * 25 + [end] * 20 for end in (0.7, 0.3))
+    for curve, expected in ((rising, False), (falling, True)):
+        self_play = [row | {"heldout/success": x} for row, x in zip(ILL[rule][0], curve, strict=True)]
+        assert (rule in {finding.rule for finding in Doctor(self_play).findings}) == expected
 
 
 def test_a_short_first_stage_with_rising_reward_is_not_reported() -> None:

@@ -325,3 +325,14 @@ def test_where_templates_come_from(tmp_path) -> None:  # type: ignore[no-untyped
         Renderer(tokenizer, "chatlm")
     with pytest.raises(ConfigError, match=r"the tokenizer has none.*model\.chat_template"):
         Renderer(tokenizer)
+
+
+def test_a_token_that_is_added_after_the_renderer_was_made_is_an_error() -> None:
+    tokenizer = byte_level_bpe("chatml")
+    renderer = Renderer(tokenizer, "chatml")
+    before = renderer.encode("a red ball")
+    tokenizer.add_tokens(["red"])
+    assert tokenizer.encode("a red ball", add_special_tokens=False) != before
+    with pytest.raises(ConfigError, match=r"had \d+ tokens when its renderer was made, it has \d+ now: add tokens bef"):
+        renderer.encode("a red ball")
+    assert Renderer(tokenizer, "chatml").encode("a red ball") != before

@@ -14,6 +14,8 @@ import string
 from itertools import chain, islice
 from typing import Any
 
+from agentgym_rl.errors import ConfigError
+
 _MAX_WORDS = 1 << 16
 """Words remembered. With more of them all are forgotten."""
 _MAX_WORD_CHARS = 64
@@ -32,10 +34,16 @@ class WordEncoder:
         """Ids of words at the start of a text."""
         self._later: dict[str, list[int]] = {}
         """Ids of words after a space, with that space."""
+        self._vocab_size = 0 if backend is None else backend.get_vocab_size()
         self._is_exact = backend is not None and _has_separate_words(tokenizer, backend) and self._agrees(tokenizer)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`."""
+        """Return the ids of `text`. Raise ConfigError if tokens were added, which remembered ids would not have."""
+        if self._backend.get_vocab_size() != self._vocab_size:
+            raise ConfigError(
+                f"the tokenizer had {self._vocab_size} tokens when its renderer was made, it has "
+                f"{self._backend.get_vocab_size()} now: add tokens before you make a Renderer"
+            )
         if not self._is_exact or not text.isascii() or _SPACE_AFTER_SPACE.search(text):
             return self._whole(text)
         first, *later = text.split(" ")

@@ -312,6 +312,16 @@ class Config(Section):
             group_size = self.rl.tree.paths
         return {env.name: group_size or env.group_size or self.rl.group_size for env in self.environments}
 
+    def judged_groups(self) -> tuple[int, float]:
+        """Return (groups of all steps, mean episodes of a group) that sources of rewards score.
+
+        How many groups a token budget lasts for is not known: 0. In a team the roles that are trained are scored.
+        """
+        sizes, drawn = self.group_sizes(), sum(env.weight for env in self.environments)
+        mean_size = sum(env.weight * sizes[env.name] for env in self.environments) / drawn
+        roles = 1 if self.team is None else len(self.team.learner_roles + self.team.adapter_roles)
+        return 0 if self.rl.token_budget else self.rl.steps * self.rl.groups_per_step * roles, mean_size
+
     def sessions_per_engine(self) -> int:
         """Return the episodes that each engine holds at the same time. Further episodes wait."""
         engines = self.scale.engines if self.scale is not None else len(self.engine.urls) or self.engine.replicas

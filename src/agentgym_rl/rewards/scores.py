@@ -20,7 +20,9 @@ from agentgym_rl.types import MAX_REWARD, Group, Message, Trajectory, Verdict
 Rewarder = Callable[[Group], Awaitable[list[Verdict]]]
 
 
-def verdict(settings: RewardSettings, trajectory: Trajectory, score: Any, reason: str = "") -> Verdict:
+def verdict(
+    settings: RewardSettings, trajectory: Trajectory, score: Any, reason: str = "", cut_chars: int = 0
+) -> Verdict:
     """Return a verdict. A number is paid on the last turn, a list one entry per turn; anything else is an error."""
     turns = trajectory.num_turns
     scores = list(score) if isinstance(score, list | tuple) else [0.0] * (turns - 1) + [score]
@@ -33,7 +35,7 @@ def verdict(settings: RewardSettings, trajectory: Trajectory, score: Any, reason
         problem = f"a score must be a number of at most {MAX_REWARD:g}, got {score!r:.80}"
     if problem:
         return failure(settings, problem, reason)
-    return Verdict(settings.source, settings.weight, [float(s) for s in scores], reason)
+    return Verdict(settings.source, settings.weight, [float(s) for s in scores], reason, cut_chars=cut_chars)
 
 
 def failure(settings: RewardSettings, error: str, reason: str = "") -> Verdict:

@@ -38,6 +38,7 @@ class RLRun(Run):
         """Whether the loop waits for asynchronous groups, whose state can be saved at any moment."""
         self.rewards: Rewards | None = None
         """Sources of rewards of the recipe, if it has any."""
+        self._warned_of_unread = False
 
     @property
     def step(self) -> int:  # type: ignore[override]
@@ -60,9 +61,7 @@ class RLRun(Run):
         )
         backend = self.backend
         self.rewards = make_rewards(config.rewards, config.judge, self.log.root / CACHE_NAME)
-        roles = 1 if config.team is None else len(config.team.learner_roles + config.team.adapter_roles)
-        groups = 0 if config.rl.token_budget else total * config.rl.groups_per_step * roles
-        if problem := budget_problem(config.rewards, config.judge, groups, min(config.group_sizes().values())):
+        if problem := budget_problem(config.rewards, config.judge, *config.judged_groups()):
             self.warn("judge_budget", problem)
         # Judges and teachers read the episodes here.
         keep = self.rewards is None and config.rl.distill is None and config.rl.correction is None
@@ -138,6 +137,14 @@ class RLRun(Run):
         if unjudged:
             message = f"{len(unjudged)} of {len(played)} episodes of step {step} were not judged and are left out"
             self.warn("episodes_not_judged", f"{message}; the first: {unjudged[0]}")
+        unread = sum(any(verdict.cut_chars for verdict in trajectory.verdicts) for trajectory in played)
+        if unread and not self._warned_of_unread:
+            self._warned_of_unread = True
+            message = (
+                f"the judge does not read the whole text of {unread} of {len(played)} episodes of step {step}: raise "
+                "judge.max_chars, which the episodes of a ranking share"
+            )
+            self.warn("episodes_read_in_part", message)
         timed_out = sum(trajectory.timed_out for trajectory in played)
         if timed_out and self.config.agent.on_timeout == "retry":
             message = (
@@ -149,13 +156,19 @@ class RLRun(Run):
 
     def _log_step(self, step: int, metrics: dict[str, float | str]) -> None:
         expected = expected_steps(self.config.rl, step, float(metrics["tokens/total"]))
-        if self.backend.team is not None:
-            metrics = {**metrics, **self.backend.team.league.metrics()}
+        if self.backend.team is not None and (rating := self.backend.team.league.metrics()):
+            metrics = {**metrics, **rating, "heldout/success": self._held_out_success(step)}
         self.log.log(step, metrics | join_metrics([self.system.metrics(), metrics]), steps=expected)
         self.console.step(step, metrics, expected)
         for finding in self.doctor.observe({"step": step, **metrics}):
             self.log.log_finding(finding.line())
             self.console.warn(f"doctor: {finding.message}")
+
+    def _held_out_success(self, step: int) -> float:
+        """Return the success of the last evaluation by `eval.every` before `step`, the same if the run was resumed."""
+        every = self.config.eval.every
+        last = (step - 1) // every * every if every else 0
+        return float([result["success"] for result in self.evaluations if result["step"] <= last][-1])
 
     async def _after_step(self, step: int) -> None:
         last = self.rl.is_finished(self.config.rl)

@@ -117,7 +117,8 @@ class JudgeSettings(SettingsSection):
     max_new_tokens: int = 512
     """Longest answer in tokens."""
     max_chars: int = 24_000
-    """Most characters of an episode that the judge reads. Long messages are cut in the middle."""
+    """Most characters that the judge reads for one question: of an episode, or of all episodes that a ranking compares.
+    Long messages are cut in the middle."""
     timeout_s: float = 60.0
     """Seconds that one request may take. A judgement may take this times `retries` + 1."""
     retries: int = 3
@@ -180,8 +181,10 @@ def reward_problem(
     return ""
 
 
-def budget_problem(rewards: Sequence[RewardSettings], judge: JudgeSettings | None, groups: int, group_size: int) -> str:
-    """Return why `judge.max_calls` does not last for `groups` groups of `group_size` episodes, or an empty string.
+def budget_problem(
+    rewards: Sequence[RewardSettings], judge: JudgeSettings | None, groups: int, group_size: float
+) -> str:
+    """Return why `judge.max_calls` does not last for `groups` groups of `group_size` episodes on average, or nothing.
 
     A rubric is asked about every episode, a ranking about every group. Equal questions, which are asked once, and
     repeated ones are not foreseen.
@@ -189,10 +192,10 @@ def budget_problem(rewards: Sequence[RewardSettings], judge: JudgeSettings | Non
     if judge is None:
         return ""
     judged = [reward for reward in rewards if reward.kind in JUDGED_KINDS]
-    calls = sum(groups * (group_size if reward.kind == "rubric" else 1) for reward in judged)
+    calls = round(sum(groups * (group_size if reward.kind == "rubric" else 1) for reward in judged))
     if calls <= judge.max_calls:
         return ""
     return (
-        f"judge.max_calls = {judge.max_calls} is less than the {calls} answers that all steps need; the run ends when "
-        "they are spent: raise it, or resume the run with more"
+        f"judge.max_calls = {judge.max_calls} is less than the {calls} answers that all steps are expected to need; "
+        "the run ends when they are spent: raise it, or resume the run with more"
     )

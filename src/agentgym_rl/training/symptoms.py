@@ -2,7 +2,8 @@
 
 A row holds the metrics of one step, as in metrics.jsonl. Most rules compare the mean over the last WINDOW steps with
 the first WINDOW steps, because one step is noisy. A rule is silent if its metric is absent. Rules about certainty and
-missing contrast are silent when the tasks are solved, because both are normal then.
+missing contrast are silent when the tasks are solved, because both are normal then. Success against past selves does
+not show that, so in self-play it is that of held-out evaluations.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ METRICS = frozenset(
         "success/mean",
         "reward/mean",
         "reward/spread",
-        "elo/learner",
+        "heldout/success",
         "judged/mean",
         "groups/zero_variance",
         "entropy/mean",
@@ -121,10 +122,11 @@ Rule = Callable[[Rows], Symptom | None]
 def entropy_collapse(rows: Rows) -> Symptom | None:
     """Detect entropy below a tenth of its start. Healthy runs settle at a quarter or more while there is still
     something to learn. Below a tenth nearly all episodes of a group are equal. The sampler's estimate counts too,
-    because the learner's needs groups with an advantage."""
+    because the learner's needs groups with an advantage. In self-play an opponent may bound success below 90%, so the
+    rule is also silent while held-out success is near its best after a rise."""
     for name in ("entropy/mean", "surprise/mean"):
         now, start = _now(rows, name), _start(rows, name, max)
-        if now is None or start is None or _solved(rows) or now >= 0.1 * start:
+        if now is None or start is None or _solved(rows) or now >= 0.1 * start or _is_best(rows, "heldout/success"):
             continue
         return Symptom(
             _since_below(rows, name, 0.1 * start),
@@ -438,12 +440,13 @@ def template_collapse(rows: Rows) -> Symptom | None:
 def echo_trap(rows: Rows) -> Symptom | None:
     """Detect that the spread of rewards within groups and the diversity of replies are both below a third of their best
     windows. Episodes then echo each other and groups teach nothing. A policy that converges on a solution does so too,
-    so the rule is silent while success, reward or, in self-play, the rating is near its best after a rise. RAGEN: arXiv
-    2504.20073."""
+    so the rule is silent while success or reward, in self-play held-out success, is near its best after a rise. RAGEN:
+    arXiv 2504.20073."""
     spreads, diversities = _window_means(rows, "reward/spread"), _window_means(rows, "replies/diversity")
     if not spreads or not diversities or _solved(rows):
         return None
-    if any(_rose(rows, name) and _near_best(rows, name) for name in ("success/mean", "reward/mean", "elo/learner")):
+    progress = ("heldout/success",) if "heldout/success" in rows.names else ("success/mean", "reward/mean")
+    if any(_is_best(rows, name) for name in progress):
         return None
     spread, diversity = (max(value for _, value in means) for means in (spreads, diversities))
     spread_now, diversity_now = spreads[-1][1], diversities[-1][1]
@@ -567,14 +570,15 @@ def _rose(rows: Rows, name: str, window: int = WINDOW) -> bool:
     return now is not None and start is not None and now - start > max(0.05, 0.1 * abs(start))
 
 
-def _near_best(rows: Rows, name: str) -> bool:
-    """Return whether a metric is above nine tenths of its best window."""
+def _is_best(rows: Rows, name: str) -> bool:
+    """Return whether a metric is above nine tenths of its best window, after a rise."""
     means = [value for _, value in _window_means(rows, name)]
-    return bool(means) and means[-1] >= 0.9 * max(means)
+    return _rose(rows, name) and means[-1] >= 0.9 * max(means)
 
 
 def _solved(rows: Rows) -> bool:
-    return (_now(rows, "success/mean") or 0.0) >= SOLVED
+    success = "heldout/success" if "heldout/success" in rows.names else "success/mean"
+    return (_now(rows, success) or 0.0) >= SOLVED
 
 
 def _turns(rows: Rows, signal: str) -> list[str]:
