@@ -457,7 +457,8 @@ def test_a_budget_that_does_not_last_is_foreseen() -> None:
 
 def test_the_budget_counts_the_mean_group_and_every_role_that_is_trained() -> None:
     environments = [{"name": "counting", "group_size": 2}, {"name": "other", "group_size": 10, "weight": 3.0}]
-    roles = {"learns": {"policy": "learner"}, "adapts": {"policy": "adapters"}, "plays": {"policy": "random"}}
+    policies = {"leads": "learner", "follows": "learner", "plays": "random"}
+    roles = {name: {"policy": policy} for name, policy in policies.items()}
     assert counting_config(environments=environments).judged_groups() == (2 * 4, 8.0)
     assert counting_config(team={"roles": roles}).judged_groups() == (2 * 2 * 4, 4.0)
     assert counting_config(rl__token_budget=1000).judged_groups() == (0, 4.0)
