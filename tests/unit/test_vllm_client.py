@@ -158,6 +158,23 @@ async def test_replies_come_with_ids_logprobs_and_a_version(tmp_path: Path) -> N
         await client.close()
 
 
+async def test_a_reply_to_a_request_that_arrives_after_an_update_is_of_the_new_weights(tmp_path: Path) -> None:
+    class LateClient(VllmServer):
+        async def _complete(self, prompt_ids: list[int], body: dict[str, Any]) -> dict[str, Any]:
+            if self.version == 0:
+                await self.update_weights(tmp_path / "other", 1)
+            return await super()._complete(prompt_ids, body)
+
+    make_model(1).save_pretrained(tmp_path / "other")
+    with running() as server:
+        client = LateClient(server.url)
+        await client.start()
+        reply = await client.generate(PROMPT, Sampling(3), "s")
+        assert reply.version == 1
+        assert server.answered == 2, "the first reply is not used"
+        await client.close()
+
+
 async def test_a_restarted_server_serves_nothing_before_it_has_the_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -111,21 +111,22 @@ class VllmEngine:
         max_tokens = reply_limit(prompt_ids, sampling, self.max_context)
         if sampling.stop and not self._has_tokenizer:
             raise EngineError(f"Stop strings need a tokenizer in {self._folder}; or use stop_token_ids.")
-        await self._wait_until_open()
-        version = self.version
-        output = await self._ask(
-            prompt_ids,
-            {
-                "max_tokens": max_tokens,
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
-                "seed": None if sampling.seed is None else signed_64(sampling.seed),
-                "stop_token_ids": list(sampling.stop_token_ids),
-                "stop": list(sampling.stop),
-                "logprobs": 0,
-                "detokenize": bool(sampling.stop),
-            },
-        )
+        parameters = {
+            "max_tokens": max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": None if sampling.seed is None else signed_64(sampling.seed),
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "stop": list(sampling.stop),
+            "logprobs": 0,
+            "detokenize": bool(sampling.stop),
+        }
+        while True:
+            await self._wait_until_open()
+            version = self.version
+            output = await self._ask(prompt_ids, parameters)
+            if version == self.version:  # otherwise vLLM may have admitted the request after an update
+                break
         (reply,) = output.outputs
         if reply.finish_reason not in ("stop", "length"):
             raise EngineError(

@@ -77,7 +77,6 @@ class VllmServer:
         await self._wait_until_open()
         if sampling.temperature not in (0.0, 1.0) or sampling.top_p < 1:
             await self._require_processed(prompt_ids)
-        version = self.version
         body = {
             "max_tokens": max_tokens,
             "temperature": sampling.temperature,
@@ -89,7 +88,12 @@ class VllmServer:
         }
         if sampling.seed is not None:
             body["seed"] = signed_64(sampling.seed)
-        choice = await self._complete(prompt_ids, body)
+        while True:
+            await self._wait_until_open()
+            version = self.version
+            choice = await self._complete(prompt_ids, body)
+            if version == self.version:  # otherwise the server may have got the request after an update
+                break
         finish = choice.get("finish_reason")
         if finish not in ("stop", "length"):
             raise EngineError(f"{self.url} ended the reply of {session} as {finish!r}")
