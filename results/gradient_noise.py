@@ -1,9 +1,9 @@
 """What an update learns under shorter and longer horizons: gradients of GRPO, from the same episodes.
 
     RUN=runs/collapse/fixed-64-calm-maze-0
-    agentgym-rl eval --agent $RUN@100 --env maze --subset size4 --split train --limit 200 --samples 8 \\
+    agentgym-rl eval --agent $RUN@100 --env maze --subset size4 --split train --limit 2000 --samples 8 \\
         --turns 64 --out runs/noise/100
-    python results/gradient_noise.py $RUN/checkpoints/step_000100/model runs/noise/100 --turns 8,16,32,64 \\
+    python results/gradient_noise.py $RUN/checkpoints/step_000100/model runs/noise/100 --turns 8,16,32,64 --jobs 14 \\
         --out results/gradient-noise/fixed-64-calm-0-100.json
 
 No agent knows its horizon, so the first 8 turns of an episode of 64 are those of an episode of 8: every horizon is
@@ -31,8 +31,10 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,7 @@ from behaviour import Row, read_rows
 from torch import Tensor
 
 MAX_BYTES = 8 << 30
-"""Memory for the gradients of all groups, which are kept to compare them with each other."""
+"""Memory for the gradients of all groups under two horizons, which are kept to compare them with each other."""
 EPSILON = 1e-6
 UPDATE_GROUPS = 8
 """Groups of an update under the longest horizon, as in recipes/evidence/maze-rl.toml."""
@@ -69,6 +71,11 @@ def groups_of(rows: Sequence[Row]) -> list[list[Row]]:
     for row in rows:
         by_item[row["env"], row["item"]].append(row)
     return [group for group in by_item.values() if len(group) > 1]
+
+
+def read_groups(evaluation: Path) -> list[list[Row]]:
+    """Return the groups of an evaluation's episodes."""
+    return groups_of([row for path in sorted((evaluation / "trajectories").glob("*.jsonl")) for row in read_rows(path)])
 
 
 def group_gradient(model: Any, group: Sequence[Row], turns: int, aggregate: str) -> tuple[Tensor | None, int]:
@@ -134,7 +141,8 @@ def products(gradients: Tensor, longest: Tensor) -> Products:
     total, longest_total = gradients.sum(0, dtype=torch.float64), longest.sum(0, dtype=torch.float64)
 
     def rows(a: Tensor, b: Tensor) -> list[float]:
-        return [float(x.double() @ y.double()) for x, y in zip(a, b.expand_as(a), strict=True)]
+        values = [float(x.double() @ y.double()) for x, y in zip(a, b.expand_as(a), strict=True)]
+        return [float(f"{value:.8g}") for value in values]
 
     return Products(
         own=rows(gradients, gradients),
@@ -168,20 +176,21 @@ def with_error(estimate: Estimate, n: int) -> tuple[float, float]:
     return estimate(None), math.sqrt((n - 1) / n * sum((value - center) ** 2 for value in without))
 
 
-def measure(
-    model: Any, groups: Sequence[Sequence[Row]], horizons: Sequence[int], aggregate: str
-) -> list[dict[str, Any]]:
+Gradients = list[tuple[Tensor | None, int]]
+"""Gradient and processed tokens of each group."""
+
+
+def measure(horizons: Sequence[int], gradients_under: Callable[[int], Gradients]) -> list[dict[str, Any]]:
     """Return the inner products under each horizon, from the shortest to the longest."""
-    size = sum(p.numel() for p in model.parameters())
-    if 8 * size * len(groups) > MAX_BYTES:
-        raise SystemExit(
-            f"two gradients of {len(groups)} groups and {size:,} parameters exceed {MAX_BYTES >> 30} GiB: use fewer"
-        )
     longest: Tensor | None = None
     measured = []
     for turns in sorted(horizons, reverse=True):
-        results = [group_gradient(model, group, turns, aggregate) for group in groups]
-        gradients = torch.stack([torch.zeros(size) if gradient is None else gradient for gradient, _ in results])
+        results = gradients_under(turns)
+        present = (gradient for gradient, _ in results if gradient is not None)
+        zeros = torch.zeros_like(next(present, torch.zeros(1) if longest is None else longest[0]))
+        if (needed := 8 * len(zeros) * len(results)) > MAX_BYTES:
+            raise SystemExit(f"the gradients of two horizons need {needed >> 30} GiB: use fewer groups")
+        gradients = torch.stack([zeros if gradient is None else gradient for gradient, _ in results])
         longest = gradients if longest is None else longest
         measured.append(
             {
@@ -192,6 +201,23 @@ def measure(
             }
         )
     return measured[::-1]
+
+
+_worker: dict[str, Any] = {}
+"""Model and groups of a worker process."""
+
+
+def _start_worker(model: Path, evaluation: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    _worker["model"] = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    _worker["groups"] = read_groups(evaluation)
+
+
+def _in_worker(turns: int, aggregate: str, index: int) -> tuple[Any, int]:
+    gradient, processed = group_gradient(_worker["model"], _worker["groups"][index], turns, aggregate)
+    return None if gradient is None else gradient.numpy(), processed
 
 
 def estimates(horizons: Sequence[Row]) -> list[dict[str, Any]]:
@@ -229,14 +255,18 @@ def main() -> None:
     parser.add_argument("evaluation", type=Path, help="folder of `agentgym-rl eval` with several samples per item")
     parser.add_argument("--turns", default="8,16,32,64")
     parser.add_argument("--aggregate", choices=("token", "trajectory"), default="trajectory", help="as in the recipe")
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, each with one thread")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args()
-    from transformers import AutoModelForCausalLM
+    indices = range(len(read_groups(options.evaluation)))
+    workers = options.jobs, get_context("spawn"), _start_worker, (options.model, options.evaluation)
+    with ProcessPoolExecutor(*workers) as pool:
 
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).to(options.device)
-    rows = [row for path in sorted((options.evaluation / "trajectories").glob("*.jsonl")) for row in read_rows(path)]
-    horizons = measure(model, groups_of(rows), [int(turns) for turns in options.turns.split(",")], options.aggregate)
+        def gradients_under(turns: int) -> Gradients:
+            results = pool.map(partial(_in_worker, turns, options.aggregate), indices, chunksize=4)
+            return [(None if gradient is None else torch.from_numpy(gradient), tokens) for gradient, tokens in results]
+
+        horizons = measure([int(turns) for turns in options.turns.split(",")], gradients_under)
     columns = ("turns", "groups with contrast", "processed tokens a group", "signal / noise per 1,000 tokens")
     print(f"| {' | '.join((*columns, 'agreement', 'less the longest'))} |")
     print("|---|---|---|---|---|---|")

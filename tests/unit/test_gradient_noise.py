@@ -107,7 +107,9 @@ def test_agreement_is_the_cosine_that_an_update_reaches_on_average() -> None:
 def test_groups_without_contrast_cost_tokens_and_give_no_signal(model: LlamaForCausalLM) -> None:
     groups = gradient_noise.groups_of([row(i, [0.0, float(k)] + [0.0] * k) for i in range(3) for k in range(2)])
     assert [len(group) for group in groups] == [2, 2, 2]
-    measured = gradient_noise.measure(model, groups, [3, 1], "token")
+    measured = gradient_noise.measure(
+        [3, 1], lambda turns: [gradient_noise.group_gradient(model, group, turns, "token") for group in groups]
+    )
     assert [(each["turns"], each["groups_with_contrast"]) for each in measured] == [(1, 0), (3, 3)]
     short, long = gradient_noise.estimates(measured)
     assert short["ratio"] == (0.0, 0.0)
