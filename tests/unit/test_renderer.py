@@ -328,7 +328,7 @@ def test_where_templates_come_from(tmp_path) -> None:  # type: ignore[no-untyped
 
 
 def test_a_token_that_is_added_after_the_renderer_was_made_is_an_error() -> None:
-    tokenizer = byte_level_bpe("chatml")
+    tokenizer = copy.deepcopy(byte_level_bpe("chatml"))
     renderer = Renderer(tokenizer, "chatml")
     before = renderer.encode("a red ball")
     tokenizer.add_tokens(["red"])

@@ -26,7 +26,7 @@ export function smooth(values, width) {
 }
 
 /** Return about `wanted` round numbers that cover low to high. */
-function ticks(low, high, wanted) {
+export function ticks(low, high, wanted) {
   if (!(high - low > 1e-12 * Math.abs(high))) return [low]; // a step would be smaller than the rounding error
   const rough = (high - low) / Math.max(1, wanted) || 1;
   const power = 10 ** Math.floor(Math.log10(rough));
