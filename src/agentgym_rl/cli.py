@@ -323,7 +323,10 @@ def doctor(
     metrics = run / "metrics.jsonl" if run.is_dir() else run
     if metrics.suffix != ".jsonl" or not metrics.is_file():
         raise ConfigError(f"the doctor needs a run directory with a metrics.jsonl in it, {run} is none, nor a recipe")
-    diagnosis = diagnose(read_metrics(metrics))
+    rows = read_metrics(metrics)
+    if not all(isinstance(row, dict) and isinstance(row.get("step"), int) for row in rows):
+        raise ConfigError(f"{metrics} is no file of metrics: a line has no step")
+    diagnosis = diagnose(rows)
     if as_json:
         print(json.dumps(diagnosis, indent=2))
     else:

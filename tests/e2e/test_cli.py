@@ -369,6 +369,9 @@ def test_show_prints_episodes(run: Path, tmp_path: Path) -> None:
     completed = command("show", str(tmp_path / "rows.jsonl"))
     assert completed.returncode == 2
     assert_one_clear_line(completed.stderr, "rows.jsonl line 1 is not a trajectory")
+    completed = command("doctor", str(tmp_path / "rows.jsonl"))
+    assert completed.returncode == 2
+    assert_one_clear_line(completed.stderr, "rows.jsonl is no file of metrics")
     completed = command("show", str(tmp_path))
     assert completed.returncode == 2
     assert_one_clear_line(completed.stderr, "no training episodes")

@@ -609,6 +609,7 @@ async def test_an_environment_server_lists_its_test_items(tmp_path: Path) -> Non
     ("changes", "words"),
     [
         ({"env": None}, "nothing to evaluate: give --suite"),
+        ({"lists": Path("lists")}, "--lists has the items of a suite"),
         ({"suite": "agentgym-28"}, "unknown suite 'agentgym-28'"),
         ({"suite": "agentgym-27"}, "a suite has its own items"),
         ({"suite": "agentgym-27", "env": "maze", "subsets": ()}, "agentgym-27 has no 'maze'"),

@@ -132,6 +132,8 @@ class Request:
             raise ConfigError(
                 "a suite has its own items: leave out --subset, --items, --url and --kwarg, or leave out --suite"
             )
+        if self.suite is None and self.lists is not None:
+            raise ConfigError("--lists has the items of a suite: give --suite, or name items by --items")
         unserved = set(self.urls) - {
             task.scenario.env for task in SUITES.get(self.suite or "", ()) if task.scenario.needs_server
         }
