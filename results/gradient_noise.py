@@ -1,4 +1,4 @@
-"""What an update learns under shorter and longer horizons: gradients of GRPO, from the same episodes.
+"""Compare the gradients of GRPO under shorter and longer horizons, from the same episodes.
 
     RUN=runs/collapse/fixed-64-calm-maze-0
     agentgym-rl eval --agent $RUN@100 --env maze --subset size4 --split train --limit 2000 --samples 8 \\

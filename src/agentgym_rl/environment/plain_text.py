@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+MAX_ACTION_CHARS = 200
+"""Longest action that is repeated, in part."""
 _UNPRINTABLE = re.compile(r"[^\x20-\x7e]+")
 
 
@@ -15,4 +17,4 @@ def plain(text: str, limit: int = 60) -> str:
 
 def plain_action(text: str) -> str:
     """Return an action that was not understood, or only the length of a very long one."""
-    return f"{len(text)} characters" if len(text) > 200 else plain(text.strip()) or "nothing"
+    return f"{len(text)} characters" if len(text) > MAX_ACTION_CHARS else plain(text.strip()) or "nothing"
