@@ -430,6 +430,8 @@ class RLSettings(SettingsSection):
                 yield "kl_in = 'reward': distill without reward_weight ignores rewards, use kl_in = 'loss'"
             if self.resample_rounds:
                 yield "resample_rounds replaces groups of equal rewards, which distill without reward_weight ignores"
+            if self.keep_groups < 1.0:
+                yield "keep_groups compares rewards, which distill without reward_weight ignores: set keep_groups = 1"
         yield from self._tree_problems()
         yield from self._correction_problems()
         if not 0.0 < self.keep_groups <= 1.0:
