@@ -306,7 +306,7 @@ class RLSettings(SettingsSection):
     """Weight of the comparison within anchor states relative to that of whole episodes. Used by credit "anchor"."""
     zero_variance: Literal["drop", "keep"] = "drop"
     """Handling of groups whose advantages are all 0. "drop" saves their forward pass. "keep" runs it, so that the KL
-    and entropy terms see them. Both count in the batch's normalisation, but with resample_rounds "drop" does not."""
+    and entropy terms see them. Both count in the batch's normalisation; with resample_rounds dropped groups do not."""
     resample_rounds: int = 0
     """Dynamic sampling: extra rounds of new tasks that replace groups whose rewards give no advantage. Replaced groups
     count in the metrics only. Used by grpo and rloo."""
