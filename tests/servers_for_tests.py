@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import uvicorn
 
-from agentgym_rl.environment import conformance
+from agentgym_rl.environment import conformance, server_sessions
 from agentgym_rl.environment.base import TextEnv
 from agentgym_rl.environment.pool import RemotePool
 from agentgym_rl.environment.server import bind, create_app, uvicorn_server
@@ -67,6 +69,14 @@ def server_in_thread(
         server.should_exit = True
         thread.join(60)
         assert not thread.is_alive(), "the server did not shut down within 60 s"
+
+
+class Clock:
+    """The clock by which sessions are idle. It moves only when a test moves it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(server_sessions, "time", SimpleNamespace(monotonic=lambda: self.now))
 
 
 @contextlib.contextmanager

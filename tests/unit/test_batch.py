@@ -14,9 +14,9 @@ from training_for_tests import few, group, groups, trajectory
 
 from agentgym_rl.training.batch import (
     Batch,
-    equal_rewards,
     estimate,
     gather,
+    is_flat,
     overlong_penalty,
     to_samples,
     token_weights,
@@ -106,7 +106,7 @@ def test_dropping_groups_without_variance_leaves_the_weights_of_the_others(playe
     assert all(a == 0 for s in kept.samples if s.trajectory_id in flat for a in s.advantages)
 
 
-def test_replaced_groups_do_not_count_in_the_weights() -> None:
+def test_flat_groups_do_not_count_in_the_weights_of_a_resampled_step() -> None:
     played = [group(1, [0.0, 1.0]), group(2, [1.0, 1.0]), group(3, [0.0, 0.0])]
     rl = RLSettings(kl_coef=0.0, resample_rounds=1)
     alone, among = estimate(gather(played[:1], rl), rl), estimate(gather(played, rl), rl)
@@ -268,12 +268,31 @@ def test_only_truncations_are_bootstrapped_and_only_if_enabled() -> None:
         assert [e.last_value for e in estimate(batch, rl).episodes] == expected
 
 
-def test_equal_rewards_finds_groups_that_cannot_be_compared() -> None:
-    assert equal_rewards(group(1, [0.1 + 0.2, 0.3]))
-    assert not equal_rewards(group(1, [0.0, 1e-3]))
-    single = group(1, [0.0, 1.0])
-    single.trajectories[0].stop = StopReason.ERROR
-    assert equal_rewards(single)
+def test_a_flat_group_is_one_whose_episodes_cannot_be_compared() -> None:
+    rl = RLSettings()
+    assert is_flat(group(1, [0.1 + 0.2, 0.3]), rl)
+    assert not is_flat(group(1, [0.0, 1e-3]), rl)
+    failed = group(1, [0.0, 1.0])
+    for episode in failed.trajectories:
+        episode.stop = StopReason.ERROR
+        assert is_flat(failed, rl)
+
+
+def test_a_flat_group_is_told_by_the_rewards_that_are_learned_from() -> None:
+    early, late = trajectory(1, turns=2, reward=0.0), trajectory(2, turns=2, reward=1.0)
+    early.rewards[0] = 1.0
+    equal_totals = Group(early.task, [early, late])
+    assert is_flat(equal_totals, RLSettings())
+    assert not is_flat(equal_totals, RLSettings(credit="turns"))
+    rl, limits = RLSettings(overlong="penalty", overlong_buffer=4), {"toy": Limits(1, 4, 100)}
+    for reward in (0.5, 1.0):  # the penalty takes 0.5 off the longer reply
+        short, long = trajectory(1, turns=1, reward=0.5), trajectory(2, turns=1, reward=reward)
+        for episode, length in ((short, 1), (long, 3)):
+            reply = episode.messages[2]
+            reply.token_ids, reply.logprobs = [1] * length, [-1.0] * length
+        played = Group(short.task, [short, long])
+        assert is_flat(played, rl, limits) == (reward == 1.0)
+        assert is_flat(played, RLSettings()) == (reward == 0.5)
 
 
 def test_weights_by_token_and_by_trajectory() -> None:

@@ -546,6 +546,15 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted() -> None:
     assert not torch.equal(model.lm_head.weight, before)
 
 
+def test_a_skipped_update_of_the_critic_is_counted() -> None:
+    for warmup_steps, share in ((0, 0.5), (1, 1.0)):  # the policy's update is made, or there is none
+        rl = settings_of("ppo", critic={"warmup_steps": warmup_steps})
+        learner = RLLearner(tiny_model(1), rl, 1.0)
+        batch = prepared(learner, ONE_BATCH, rl)
+        batch.samples[0].returns = [math.inf] * len(batch.samples[0].returns)
+        assert learner.learn(batch, 0)["skipped"] == share
+
+
 def test_an_optimizer_of_another_kind_is_refused_with_a_reason() -> None:
     whole, half = RLLearner(tiny_model(), SETTINGS, 1.0), RLLearner(tiny_model().bfloat16(), SETTINGS, 1.0)
     for learner, other in ((whole, half), (half, whole)):

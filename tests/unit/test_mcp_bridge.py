@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -16,9 +18,11 @@ import pytest
 
 pytest.importorskip("mcp")
 
+import httpx
+from envs_for_tests import Counting, Raising, SlowCounting
 from mcp import Client, StdioServerParameters
 from runs_for_tests import train_two_steps
-from servers_for_tests import asgi_in_thread, problems_over_http, server_in_thread
+from servers_for_tests import Clock, asgi_in_thread, problems_over_http, server_in_thread, wait_until
 
 from agentgym_rl.agent.policy import OraclePolicy
 from agentgym_rl.agent.rollout import rollout
@@ -225,6 +229,56 @@ async def test_an_mcp_client_plays_our_environments_over_http() -> None:
     with server_in_thread({"maze": Maze}, create=mcp_app) as server:
         await play(server.url + MCP_PATH)
         assert server.sessions.num_open == 0
+
+
+async def test_episodes_of_an_mcp_server_are_limited_and_closed_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+
+    class SlowReset(SlowCounting):
+        def reset(self, item: int) -> str:
+            clock.now += 100.0
+            time.sleep(0.2)  # the reaper looks several times
+            return super().reset(item)
+
+    with server_in_thread({"counting": SlowReset}, create=mcp_app, max_sessions=1, idle_timeout_s=0.1) as server:
+        async with Client(server.url + MCP_PATH) as client:
+            first = {"environment": "counting", "item": 0}
+            episode = (await client.call_tool("start", first)).structured_content["episode"]
+            await asyncio.sleep(0.2)
+            act = {"episode": episode, "action": "up"}
+            assert not (await client.call_tool("act", act)).is_error
+            assert "all 1 sessions are in use" in (await client.call_tool("start", first)).content[0].text
+            clock.now += 100.0
+            await asyncio.to_thread(wait_until, lambda: server.sessions.counts["idle_closed"] == 1)
+            assert "idle too long" in (await client.call_tool("act", act)).content[0].text
+
+
+def test_a_request_to_an_mcp_server_over_the_size_limit_is_refused() -> None:
+    headers = {"content-type": "application/json", "accept": "application/json, text/event-stream"}
+    with server_in_thread({"maze": Maze}, create=mcp_app, max_request_bytes=2000) as server:
+        for body in (b"x" * 2500, (b"x" * 500 for _ in range(5))):  # the second does not tell its size
+            assert httpx.post(server.url + MCP_PATH, content=body, headers=headers).status_code == 413
+
+
+async def test_an_mcp_episode_that_cannot_start_is_closed_and_counted() -> None:
+    class Unset(Counting):
+        def reset(self, item: int) -> str:
+            raise ConfigError("set the key of the game")
+
+    class SlowReset(SlowCounting):
+        def reset(self, item: int) -> str:
+            time.sleep(2)
+            return super().reset(item)
+
+    environments = {"raising": Raising, "unset": Unset, "slow": SlowReset}
+    with server_in_thread(environments, create=mcp_app, step_timeout_s=0.5) as server:
+        async with Client(server.url + MCP_PATH) as client:
+            for name, reason in (("raising", "ValueError"), ("unset", "the key of the game"), ("slow", "deadline")):
+                answer = await client.call_tool("start", {"environment": name, "item": 13})
+                assert answer.is_error
+                assert reason in answer.content[0].text
+        counts = server.sessions.counts
+        assert (counts["failed"], counts["timed_out"], server.sessions.num_open) == (1, 1, 0)
 
 
 def test_a_token_is_sent_and_demanded(monkeypatch: pytest.MonkeyPatch) -> None:

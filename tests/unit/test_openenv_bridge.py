@@ -17,6 +17,7 @@ pytest.importorskip("websockets")
 import httpx
 from runs_for_tests import train_two_steps
 from servers_for_tests import (
+    Clock,
     RunningServer,
     asgi_in_thread,
     free_port,
@@ -25,7 +26,7 @@ from servers_for_tests import (
     server_in_thread,
     wait_until,
 )
-from websockets.exceptions import InvalidStatus
+from websockets.exceptions import ConnectionClosedError, InvalidStatus
 from websockets.sync.client import connect
 
 from agentgym_rl.common import http_guard
@@ -134,6 +135,27 @@ def test_a_full_or_absent_server_is_named() -> None:
         second.close()
     with pytest.raises(EnvUnavailable, match="no OpenEnv server answers"):
         env_class().reset(0)
+
+
+def test_an_openenv_server_keeps_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    limits = {"idle_timeout_s": 0.1, "max_request_bytes": 2000}
+    with (
+        server_in_thread({"maze": Maze}, create=openenv_app, **limits) as server,
+        connect(server.url.replace("http", "ws") + "/ws") as socket,
+    ):
+        reset = '{"type": "reset", "data": {"item": 3}}'
+        socket.send(reset)
+        assert json.loads(socket.recv(timeout=30))["type"] == "observation"
+        clock.now += 100.0
+        wait_until(lambda: server.sessions.counts["idle_closed"] == 1)
+        socket.send(reset)
+        refused = json.loads(socket.recv(timeout=30))["data"]
+        assert refused["code"] == "EXECUTION_ERROR"
+        assert "idle too long" in refused["message"]
+        socket.send(json.dumps({"type": "step", "data": {"action": "x" * 2000}}))
+        with pytest.raises(ConnectionClosedError, match="1009"):
+            socket.recv(timeout=30)
 
 
 def test_a_websocket_outlives_the_deadline_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from agentgym_rl.rewards.judge import Judge, LocalChat, make_chat_client
 from agentgym_rl.rewards.judge_questions import read_numbers, read_ranking, transcript
 from agentgym_rl.rewards.rewards import Rewards
 from agentgym_rl.run.preflight import require_recipe
-from agentgym_rl.training.batch import equal_rewards, gather
+from agentgym_rl.training.batch import gather, is_flat
 from agentgym_rl.training.metrics import episode_metrics
 from agentgym_rl.training.reward_settings import JudgeSettings, RewardSettings, budget_problem
 from agentgym_rl.training.rl import _require_judged
@@ -147,9 +147,9 @@ def test_arguments_that_a_function_does_not_take_are_refused() -> None:
 
 async def test_training_compares_judged_rewards() -> None:
     group = Group(TASK, [episode("up", reward=1.0), episode("down", reward=1.0)])
-    assert equal_rewards(group)
+    assert is_flat(group, RLSettings())
     await scored(group, own("count_word", word="up"))
-    assert not equal_rewards(group)
+    assert not is_flat(group, RLSettings())
     assert [e.rewards for e in gather([group], RLSettings()).episodes] == [[2.0], [1.0]]
 
 

@@ -29,7 +29,7 @@ from agentgym_rl.training.microbatch import micro_batches
 from agentgym_rl.training.model import action_logprobs
 from agentgym_rl.training.rl import MONITORED_EPISODES, Hooks, RLState, expected_steps, train_rl
 from agentgym_rl.training.rl_learner import RLLearner
-from agentgym_rl.training.settings import HorizonSettings, OptimizerSettings, RLSettings
+from agentgym_rl.training.settings import DistillSettings, HorizonSettings, OptimizerSettings, RLSettings
 from agentgym_rl.training.task_source import TaskSource
 from agentgym_rl.types import Group, Limits, Sample, Sampling, StopReason, Task, Trajectory
 
@@ -336,6 +336,54 @@ async def test_dynamic_sampling_replaces_groups_of_equal_rewards_by_new_tasks() 
     assert next(remaining, None) is None
     assert rounds[0] == 4
     assert len(rounds) > 1
+
+
+class Resampling(Bench):
+    """Every second task has equal rewards. The learner adds KL penalties and a teacher's scores."""
+
+    kl_coef = 0.1
+
+    def __init__(self) -> None:
+        super().__init__(flat=lambda task: task.item % 2 == 0)
+
+    def score(self, samples: list[Sample], *, policy_only: bool = False) -> None:
+        super().score(samples, policy_only=policy_only)
+        for i, sample in enumerate(samples, 1):
+            sample.old_logprobs = list(sample.logprobs)
+            sample.reference_logprobs = sample.teacher_logprobs = [p - 0.1 * i for p in sample.logprobs]
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"zero_variance": "keep"},
+        {"kl_in": "reward", "kl_coef": 0.1},
+        {"distill": DistillSettings(teacher="x", reward_weight=1.0)},
+    ],
+)
+async def test_a_replaced_group_is_not_learned_from(changes: Any, overlap: int) -> None:
+    bench = Resampling()
+    await bench.run(replace(SETTINGS, steps=2, resample_rounds=3, overlap=overlap, **changes))
+    num_played = sum(len(call[1]) for call in bench.of("collect"))
+    assert num_played > 2 * SETTINGS.groups_per_step
+    assert [call[1] for call in bench.of("learn")] == [SETTINGS.groups_per_step * SETTINGS.group_size] * 2
+    assert sum(row["episodes/usable"] for row in bench.rows) == SETTINGS.group_size * num_played
+
+
+async def test_groups_without_variance_are_counted_with_those_that_were_replaced() -> None:
+    bench = Resampling()
+    await bench.run(replace(SETTINGS, steps=1, resample_rounds=9))
+    played = [int(key.partition("/")[2]) for call in bench.of("collect") for key in call[1]]
+    assert bench.rows[0]["groups/zero_variance"] == sum(item % 2 == 0 for item in played) / len(played) > 0.0
+    assert bench.rows[0]["samples"] == SETTINGS.groups_per_step * SETTINGS.group_size
+
+
+async def test_groups_that_differ_in_the_rewards_of_their_turns_are_not_replaced() -> None:
+    bench = Resampling()  # equal totals after different numbers of turns
+    await bench.run(replace(SETTINGS, steps=1, resample_rounds=3, credit="turns", turn_discount=0.5))
+    assert sum(len(call[1]) for call in bench.of("collect")) == SETTINGS.groups_per_step
+    assert bench.rows[0]["samples"] == SETTINGS.groups_per_step * SETTINGS.group_size
 
 
 async def test_dynamic_sampling_ends_after_its_rounds() -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import httpx
 import pytest
 from envs_for_tests import Bare, Counting, Garbage, Hanging, Raising, RaisingInThread, SlowCounting
-from servers_for_tests import server_in_thread, server_process, wait_until
+from servers_for_tests import Clock, server_in_thread, server_process, wait_until
 
 from agentgym_rl.environment import catalog
 from agentgym_rl.environment.server import create_app, serve
@@ -321,6 +321,28 @@ def test_idle_sessions_are_closed():
         assert_refused(http.post(f"{server.url}/close", json={"id": idle}), 404, "idle too long")
         assert http.get(f"{server.url}/health").json()["idle_closed"] == 1
         assert Counting.num_alive == alive + 1
+
+
+def test_idle_time_begins_when_an_oracle_has_answered(monkeypatch):
+    clock = Clock(monkeypatch)
+
+    class Slow(SlowCounting):
+        def oracle(self):
+            clock.now += 100.0
+            time.sleep(0.2)  # the reaper looks several times
+            return super().oracle()
+
+    with (
+        server_in_thread({"slow": Slow}, idle_timeout_s=0.1) as server,
+        httpx.Client(base_url=server.url, trust_env=False, timeout=20) as http,
+    ):
+        session_id = reset_session(http, "slow")
+        assert http.get("/oracle", params={"id": session_id}).json() == "up"
+        time.sleep(0.2)
+        assert http.get("/observation", params={"id": session_id}).status_code == 200
+        clock.now += 100.0
+        wait_until(lambda: server.sessions.counts["idle_closed"] == 1)
+        assert_refused(http.get("/oracle", params={"id": session_id}), 404, "idle too long")
 
 
 def test_every_path_needs_the_token():

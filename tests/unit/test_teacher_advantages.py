@@ -15,7 +15,7 @@ SAMPLE = Sample(
 )
 
 
-@pytest.mark.parametrize("changes", [{"kl_in": "reward", "kl_coef": 0.1}, {"resample_rounds": 2}])
+@pytest.mark.parametrize("changes", [{"kl_in": "reward", "kl_coef": 0.1}, {"resample_rounds": 2}, {"keep_groups": 0.5}])
 def test_settings_about_rewards_are_refused_for_a_teacher_alone(changes: dict[str, Any]) -> None:
     RLSettings(distill=DistillSettings(teacher="x", reward_weight=0.5), **changes)
     with pytest.raises(ValueError, match="distill without reward_weight ignores"):

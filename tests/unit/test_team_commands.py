@@ -75,7 +75,7 @@ async def test_the_viewer_replays_the_episode_of_each_role(env: type[Nim] | type
         for trajectory in (t for group in groups for t in group.trajectories):
             episode = json.loads(trajectory.to_json())
             frames = [
-                await replays.frame(trajectory.id, episode, ("act", None, None, "failure"), turn)
+                await replays.frame(episode, ("act", None, None, "failure"), turn)
                 for turn in range(trajectory.num_turns + 1)
             ]
             assert all(isinstance(frame, Picture) for frame in frames), frames

@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
-from viewer_for_tests import library_of, played, viewer_in_thread, write_evaluation, write_run
+from viewer_for_tests import library_of, played, viewer_in_thread, write_episodes, write_evaluation, write_run
 
 from agentgym_rl.agent.policy import Reply
 from agentgym_rl.commands.view import ViewerEnvironments
@@ -199,20 +199,36 @@ def test_every_turn_and_the_end_have_a_picture(client: httpx.Client) -> None:
     assert "and no turn" in answer.json()["detail"]
 
 
+def test_an_episode_played_again_after_a_kill_is_replayed_again(tmp_path: Path) -> None:
+    first, second = (played("maze", [item], "oracle", 30, "same-id")[0] for item in (3, 4))
+    write_episodes(tmp_path / "killed", [first])
+    library = library_of(tmp_path, tmp_path)
+    with viewer_in_thread(library) as url, httpx.Client(base_url=url) as http:
+        address = "api/frame?run=killed&key=step_000001.0&turn=0"
+        before = http.get(address)
+        path = tmp_path / "killed/trajectories/step_000001.jsonl"
+        path.unlink()
+        path.write_text(second.to_json() + "\n")  # by the resumed run
+        library.indexer.update()
+        after = http.get(address)
+    assert before.status_code == after.status_code == 200
+    assert before.text != after.text
+
+
 async def test_a_failed_replay_says_why() -> None:
     episode = json.loads((await asyncio.to_thread(played, "maze", [3], "oracle", 30, "x"))[0].to_json())
     replays = Replays(ViewerEnvironments())
-    assert isinstance(await replays.frame("good", episode, ACT, 1), Picture)
+    assert isinstance(await replays.frame(episode, ACT, 1), Picture)
     changed = json.loads(json.dumps(episode))
     changed["messages"][3]["content"] = "Something else."
-    assert isinstance(await replays.frame("changed", changed, ACT, 0), Picture)
-    assert "differs from the record after turn 1" in str(await replays.frame("changed", changed, ACT, 1))
+    assert isinstance(await replays.frame(changed, ACT, 0), Picture)
+    assert "differs from the record after turn 1" in str(await replays.frame(changed, ACT, 1))
     truncated = episode | {"messages": episode["messages"][:-1]}
     last = len(episode["rewards"])
-    assert "did not answer it" in str(await replays.frame("truncated", truncated, ACT, last))
-    assert "unknown environment" in str(await replays.frame("gone", episode | {"env": "atlantis"}, ACT, 0))
-    assert "style" in str(await replays.frame("style", episode, ("mime", None), 0))
-    assert "no item" in str(await replays.frame("item", episode | {"item": 10**9}, ACT, 0))
+    assert "did not answer it" in str(await replays.frame(truncated, ACT, last))
+    assert "unknown environment" in str(await replays.frame(episode | {"env": "atlantis"}, ACT, 0))
+    assert "style" in str(await replays.frame(episode, ("mime", None), 0))
+    assert "no item" in str(await replays.frame(episode | {"item": 10**9}, ACT, 0))
     await replays.close()
 
 
@@ -224,7 +240,7 @@ async def test_what_a_program_played_is_replayed_whatever_its_model_said() -> No
     for message in episode["messages"]:
         message["content"] = f"The program's own prompt. {message['content']}"
     replays = Replays(ViewerEnvironments())
-    last = await replays.frame("x", episode, ACT, len(replies))
+    last = await replays.frame(episode, ACT, len(replies))
     assert isinstance(last, Picture), last
     await replays.close()
 
@@ -235,8 +251,8 @@ async def test_replies_with_thoughts_are_replayed_in_their_style() -> None:
         if message["role"] == "assistant":
             message["content"] = f"Thought: this way.\nAction: {message['content']}"
     replays = Replays(ViewerEnvironments())
-    assert isinstance(await replays.frame("react", episode, ("react", None), len(episode["rewards"])), Picture)
-    assert "differs" in str(await replays.frame("act", episode, ACT, len(episode["rewards"])))
+    assert isinstance(await replays.frame(episode, ("react", None), len(episode["rewards"])), Picture)
+    assert "differs" in str(await replays.frame(episode, ACT, len(episode["rewards"])))
     await replays.close()
 
 

@@ -67,14 +67,31 @@ class Server:
         """So many requests are answered with 503."""
         self.answered = 0
         """Replies of more than the one token that scoring asks for."""
+        self.adapters: set[str] = set()
+        self.lost_answers = 0
+        """So many changes of adapters are made and answered with 504, as by a proxy that timed out."""
         self.app = FastAPI()
         self.app.get("/v1/models")(self.models)
         self.app.post("/v1/completions")(self.complete)
         if develops:
+            self.app.post("/v1/{action}_lora_adapter")(self.change_adapters)
             self.app.post("/{path}")(self.develop)
 
     async def models(self) -> dict[str, Any]:
-        return {"data": [{"id": "tiny", "max_model_len": 60}]}
+        adapters = [{"id": name, "parent": "tiny"} for name in sorted(self.adapters)]
+        return {"data": [{"id": "tiny", "max_model_len": 60}, *adapters]}
+
+    async def change_adapters(self, action: str, request: Request) -> Response:
+        """Load or unload an adapter with vLLM's refusals."""
+        name = (await request.json())["lora_name"]
+        self.calls.append(action)
+        if (name in self.adapters) == (action == "load"):
+            return Response(f"The lora adapter {name!r} ...", 400 if action == "load" else 404)
+        self.adapters ^= {name}
+        if self.lost_answers:
+            self.lost_answers -= 1
+            return Response("timed out", 504)
+        return Response("Success")
 
     async def complete(self, request: Request) -> Any:
         if self.faults:
@@ -155,6 +172,36 @@ async def test_replies_come_with_ids_logprobs_and_a_version(tmp_path: Path) -> N
             await client.generate(PROMPT, Sampling(2), "s")
         await client.update_weights(tmp_path / "other", 6, probe=probe_model(other))
         assert (await client.generate(PROMPT, Sampling(2), "s")).version == 6
+        await client.close()
+
+
+async def test_an_adapter_whose_answer_was_lost_is_loaded_once(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with running() as server:
+        client = VllmServer(server.url)
+        await client.start()
+        server.lost_answers = 1
+        await client.update_weights(tmp_path, 1)
+        (first,) = server.adapters
+        server.lost_answers = 2  # of loading the second and of unloading the first
+        await client.update_weights(tmp_path, 2)
+        assert server.calls == ["load", "load", "load", "load", "unload", "unload"]
+        assert len(server.adapters - {first}) == len(server.adapters) == 1
+        await client.update_weights(tmp_path, 2)  # the same version again is loaded again
+        assert len(server.adapters) == 1
+        assert client._adapter in server.adapters
+        await client.close()
+
+
+async def test_an_adapter_that_is_refused_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with running(develops=False) as server:
+        client = VllmServer(server.url)
+        await client.start()
+        with pytest.raises(
+            EngineError, match=r"/v1/load_lora_adapter refused: HTTP 404 .*; adapters need a server with"
+        ):
+            await client.update_weights(tmp_path, 1)
         await client.close()
 
 

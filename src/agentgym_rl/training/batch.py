@@ -46,12 +46,6 @@ class Batch:
     """Indices of the samples of each update, if chosen for several ranks together; else `learn` chooses."""
 
 
-def equal_rewards(group: Group) -> bool:
-    """Return whether all trainable episodes of the group have the same reward, so that comparing them says nothing."""
-    rewards = [t.training_reward for t in group.trainable]
-    return not rewards or max(rewards) - min(rewards) < EPSILON
-
-
 def widest_groups(groups: list[Group], share: float) -> list[Group]:
     """Return the share of the groups whose rewards have the largest standard deviation, at least one, in their order.
 
@@ -158,6 +152,15 @@ def gather(groups: list[Group], settings: RLSettings, limits: Mapping[str, Limit
     return batch
 
 
+def is_flat(group: Group, settings: RLSettings, limits: Mapping[str, Limits] | None = None) -> bool:
+    """Return whether the rewards give every token of the group an advantage of 0, so that comparing them says nothing.
+
+    KL in the reward and a teacher do not count, because they give almost every token an advantage.
+    """
+    advantages = ESTIMATORS[settings.algorithm](gather([group], settings, limits).episodes, settings).advantages
+    return all(abs(a) < EPSILON for row in advantages for a in row)
+
+
 def _value_after(episode: Episode, settings: RLSettings) -> float:
     """Return the value V' after the last reply, from the critic's value V before its last token: V = r + d V'.
 
@@ -224,7 +227,7 @@ def _trained(batch: Batch, segments: list[list[Sample]], settings: RLSettings) -
     trained = [i for i, masked in enumerate(batch.masked) if not masked]
     dropped = flat if settings.zero_variance == "drop" and settings.algorithm in ZERO_VARIANCE_ALGORITHMS else set()
     if settings.resample_rounds and settings.zero_variance == "drop":
-        # Replaced groups do not count, or the loss would shrink with every round (DAPO).
+        # Flat groups that no round was left to replace do not count, or the loss would shrink with them (DAPO).
         trained = [i for i in trained if batch.episodes[i].group not in dropped]
     weights = token_weights(
         [sample for i in trained for sample in segments[i]],

@@ -64,7 +64,12 @@ class Critic(Updater):
         """Make one update. Return metrics as weighted sums, like the policy's."""
         with self.model.switch():
             metrics = self.update(part, self._loss)
-        names = {"loss": "value/loss", "grad/norm": "value/grad_norm", "value/error": "value/error"}
+        names = {
+            "loss": "value/loss",
+            "grad/norm": "value/grad_norm",
+            "value/error": "value/error",
+            "skipped": "skipped",
+        }
         return {names[name]: value for name, value in metrics.items() if name in names}
 
     def _loss(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:

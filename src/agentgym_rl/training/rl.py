@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from agentgym_rl.common.garbage import rare_collections
 from agentgym_rl.common.seeds import derive_seed
 from agentgym_rl.errors import EngineError, EnvError
-from agentgym_rl.training.batch import Batch, equal_rewards, estimate, gather, version_counts, widest_groups
+from agentgym_rl.training.batch import Batch, estimate, gather, is_flat, version_counts, widest_groups
 from agentgym_rl.training.distill import teacher_metrics
 from agentgym_rl.training.group_queue import GroupQueue, QueuedGroup
 from agentgym_rl.training.horizon import Horizon, turns_after
@@ -207,6 +207,9 @@ def _learn_from(
 ) -> tuple[dict[str, float | str], list[Sample]]:
     """Learn from groups with one learner. Return (metrics, trained samples)."""
     settings = settings_at(settings, state.step)
+    replaced: list[Group] = []
+    if settings.resample_rounds:  # see _play_step
+        replaced, groups = groups[: -settings.groups_per_step], groups[-settings.groups_per_step :]
     with rare_collections():
         batch = played = gather(widest_groups(groups, settings.keep_groups), settings, limits)
     needs_models = settings.distill is not None or settings.correction is not None
@@ -214,8 +217,9 @@ def _learn_from(
         learner.score(batch.samples)
     with rare_collections():
         batch = estimate(batch, settings, learner.kl_coef)
+    num_replaced = sum(bool(group.trainable) for group in replaced)
     metrics: dict[str, float | str] = {
-        "groups/zero_variance": batch.zero_variance_groups / max(1, batch.groups),
+        "groups/zero_variance": (batch.zero_variance_groups + num_replaced) / max(1, batch.groups + num_replaced),
         "samples": float(len(batch.samples)),
         "importance": settings.importance,
         **_staleness(batch.samples, state.version, settings.overlap or settings.max_staleness),
@@ -251,19 +255,26 @@ def _staleness(samples: list[Sample], version: int, bound: int) -> dict[str, flo
 async def _play_step(
     step: int, state: RLState, collect: Collect, limits: dict[str, Limits], settings: RLSettings, seed: int
 ) -> None:
-    """Play a step's groups into `state.played`. With resample_rounds, new groups replace those with equal rewards."""
+    """Play a step's groups into `state.played`.
+
+    With resample_rounds new groups replace the flat ones. The replaced groups come first: a step learns from the last
+    groups_per_step.
+    """
     started = time.perf_counter()
-    groups: list[Group] = []
-    wanted = settings.groups_per_step
+    replaced: list[Group] = []
+    useful: list[Group] = []
+    flat: list[Group] = []
     with rare_collections():
         for attempt in range(settings.resample_rounds + 1):
-            tasks = state.tasks.take(wanted)
+            replaced, flat = replaced + flat, []
+            tasks = state.tasks.take(settings.groups_per_step - len(useful))
             parts = ("rollout", step) if attempt == 0 else ("rollout", step, attempt)
-            groups += await _collect(tasks, collect, limits, state.horizons, derive_seed(seed, *parts))
-            wanted = settings.groups_per_step - sum(not equal_rewards(g) for g in groups)
-            if wanted <= 0:
+            for group in await _collect(tasks, collect, limits, state.horizons, derive_seed(seed, *parts)):
+                resampled = settings.resample_rounds > 0 and is_flat(group, settings_at(settings, step), limits)
+                (flat if resampled else useful).append(group)
+            if not flat:
                 break
-    state.played, state.played_s = groups, time.perf_counter() - started
+    state.played, state.played_s = replaced + useful + flat, time.perf_counter() - started
 
 
 async def _take_step(step: int, state: RLState, queue: GroupQueue, settings: RLSettings, seed: int) -> dict[str, int]:

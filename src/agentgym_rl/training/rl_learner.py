@@ -113,10 +113,10 @@ class RLLearner(Updater):
         results = []
         for _ in range(self._rl.epochs):
             for samples, part in parts:
-                result = {} if policy_frozen else self.update(part, lambda m, s=samples: self._loss(m, s))  # type: ignore[misc]
+                if not policy_frozen:
+                    results.append(self.update(part, lambda m, s=samples: self._loss(m, s)))  # type: ignore[misc]
                 if self.critic is not None:
-                    result |= self.critic.learn(part)
-                results.append(result)
+                    results.append(self.critic.learn(part))
         self.steps += 1
         metrics = _average(results) | by_turn(batch.samples)
         if self._reference is not None and "kl/reference" in metrics:

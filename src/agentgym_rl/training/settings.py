@@ -306,9 +306,10 @@ class RLSettings(SettingsSection):
     """Weight of the comparison within anchor states relative to that of whole episodes. Used by credit "anchor"."""
     zero_variance: Literal["drop", "keep"] = "drop"
     """Handling of groups whose advantages are all 0. "drop" saves their forward pass. "keep" runs it, so that the KL
-    and entropy terms see them. Both count in the batch's normalisation, unless resample_rounds replaces them."""
+    and entropy terms see them. Both count in the batch's normalisation; with resample_rounds dropped groups do not."""
     resample_rounds: int = 0
-    """Dynamic sampling: extra rounds of new tasks that replace groups with equal rewards. Used by grpo and rloo."""
+    """Dynamic sampling: extra rounds of new tasks that replace groups whose rewards give no advantage. Replaced groups
+    count in the metrics only. Used by grpo and rloo."""
     keep_groups: float = 1.0
     """Share of a step's groups to train on, in (0, 1]: those with the largest spread (standard deviation) of rewards.
     RAGEN uses 0.25. The others count in the metrics only."""
@@ -430,6 +431,8 @@ class RLSettings(SettingsSection):
                 yield "kl_in = 'reward': distill without reward_weight ignores rewards, use kl_in = 'loss'"
             if self.resample_rounds:
                 yield "resample_rounds replaces groups of equal rewards, which distill without reward_weight ignores"
+            if self.keep_groups < 1.0:
+                yield "keep_groups compares rewards, which distill without reward_weight ignores: set keep_groups = 1"
         yield from self._tree_problems()
         yield from self._correction_problems()
         if not 0.0 < self.keep_groups <= 1.0:

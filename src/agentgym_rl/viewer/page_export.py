@@ -88,7 +88,7 @@ async def _frames(library: Library, run: str, key: str, store: _PictureStore) ->
     folder = library.run_folder(run)
     style = library.runs.style_of(folder, str(episode["env"]))
     turns = len(replies_and_observations(episode)[0]) + 1
-    frames = [store.add(await replays.frame(key, episode, style, turn, folder.path)) for turn in range(turns)]
+    frames = [store.add(await replays.frame(episode, style, turn, folder.path)) for turn in range(turns)]
     await replays.close()
     return frames
 

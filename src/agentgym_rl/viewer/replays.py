@@ -11,6 +11,7 @@ import asyncio
 import json
 from collections import OrderedDict
 from dataclasses import dataclass, fields
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -155,15 +156,13 @@ def _moves(infos: Any, turn: int, key: str) -> list[str]:
 
 
 class Replays:
-    """Replayed episodes. The most recent ones are cached."""
+    """Replayed episodes. The most recent ones are cached by content, because a resumed run may give an id again."""
 
     def __init__(self, environments: Environments) -> None:
         self._environments = environments
-        self._cache: OrderedDict[Any, tuple[list[asyncio.Future[Frame]], asyncio.Task[None]]] = OrderedDict()
+        self._cache: OrderedDict[bytes, tuple[list[asyncio.Future[Frame]], asyncio.Task[None]]] = OrderedDict()
 
-    async def frame(
-        self, name: Any, episode: dict[str, Any], style: Style, turn: int, folder: Path | None = None
-    ) -> Frame:
+    async def frame(self, episode: dict[str, Any], style: Style, turn: int, folder: Path | None = None) -> Frame:
         """Return the state before reply `turn`. The state after the last reply is the end.
 
         `folder` is the run or evaluation that the episode is part of.
@@ -175,15 +174,17 @@ class Replays:
             return "the last reply was truncated or failed, so the environment did not answer it"
         if (recorded := _recorded_picture(episode, turn)) is not None:
             return recorded
-        if name not in self._cache:
+        played = (episode["env"], episode["item"], replies, observations, episode.get("infos"), style, folder)
+        key = blake2b(repr(played).encode()).digest()
+        if key not in self._cache:
             frames = [asyncio.get_running_loop().create_future() for _ in observations]
             task = asyncio.create_task(self._play(frames, episode, replies, observations, (*style, folder)))
-            self._cache[name] = (frames, task)
+            self._cache[key] = (frames, task)
             while len(self._cache) > MAX_CACHED_REPLAYS:
                 _, (_, oldest) = self._cache.popitem(last=False)
                 oldest.cancel()
-        self._cache.move_to_end(name)
-        return await asyncio.shield(self._cache[name][0][turn])
+        self._cache.move_to_end(key)
+        return await asyncio.shield(self._cache[key][0][turn])
 
     async def close(self) -> None:
         tasks = [task for _, task in self._cache.values()]

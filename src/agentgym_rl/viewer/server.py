@@ -145,8 +145,7 @@ def playing_routes(library: Library, replays: Replays, playground: Playground) -
         episode = await asyncio.to_thread(library.raw_episode, run, key)
         folder = library.run_folder(run)
         style = await asyncio.to_thread(library.runs.style_of, folder, str(episode["env"]))
-        name = (run, key, str(episode.get("id")))
-        return frame_answer(await replays.frame(name, episode, style, turn, folder.path))
+        return frame_answer(await replays.frame(episode, style, turn, folder.path))
 
     @router.get("/environments")
     async def environments() -> Response:

@@ -15,7 +15,7 @@ from mcp.server.mcpserver.exceptions import ToolError
 from starlette.types import ASGIApp
 
 from agentgym_rl import __version__
-from agentgym_rl.environment import catalog
+from agentgym_rl.environment import catalog, wire
 from agentgym_rl.environment.base import TextEnv
 from agentgym_rl.environment.bridges.server_guard import Guard
 from agentgym_rl.environment.server import load_served
@@ -55,9 +55,11 @@ def mcp_server(sessions: Sessions) -> MCPServer:
         with _answered():
             episode = await sessions.create(environment)
             try:
-                step = await sessions.get(environment, episode).reset(item)
-            except EnvError:
-                await sessions.close(environment, episode)
+                with sessions.calling(episode):
+                    step = await sessions.get(environment, episode).reset(item)
+            except (EnvError, ConfigError):
+                with contextlib.suppress(wire.NoSuchSession):  # after a timeout it is gone
+                    await sessions.close(environment, episode)
                 raise
         return {"episode": episode, "instruction": classes[environment].instruction, "observation": step.observation}
 

@@ -10,7 +10,7 @@ import asyncio
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 
@@ -47,6 +47,7 @@ class VllmServer:
         self.version = version
         self._model = ""
         self._adapter: str | None = None
+        self._num_adapters = 0
         self._reports_processed: bool | None = None
         self._salt = os.urandom(8).hex()
         headers = {}
@@ -163,18 +164,28 @@ class VllmServer:
         await self._call_dev_api("/resume")
 
     async def _load_adapter(self, folder: str, version: int) -> None:
-        # The salt avoids the names of other clients, because vLLM refuses a name twice.
-        name = f"weights-{self._salt}-{version}"
+        # A name of its own for every load of every client, because vLLM refuses a name twice.
+        self._num_adapters += 1
+        name = f"weights-{self._salt}-{version}-{self._num_adapters}"
         try:
-            await self._send("POST", "/v1/load_lora_adapter", json={"lora_name": name, "lora_path": folder})
+            await self._change_adapters("load", name, lora_path=folder)
             if self._adapter is not None:
-                await self._send("POST", "/v1/unload_lora_adapter", json={"lora_name": self._adapter})
+                await self._change_adapters("unload", self._adapter)
         except EngineError as error:
             raise EngineError(
                 f"{error}; adapters need a server with --enable-lora, --max-lora-rank and "
                 "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
             ) from error
         self._adapter = name
+
+    async def _change_adapters(self, action: Literal["load", "unload"], name: str, **body: str) -> None:
+        """Load or unload an adapter. A refused request has succeeded if an attempt whose answer was lost did so."""
+        try:
+            await self._send("POST", f"/v1/{action}_lora_adapter", json={"lora_name": name, **body})
+        except EngineError:
+            rows = (await self._send("GET", "/v1/models"))["data"]
+            if (name in [row["id"] for row in rows]) != (action == "load"):
+                raise
 
     async def _score(self, token_ids: list[int]) -> list[float]:
         choice = await self._complete(token_ids, {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0})
