@@ -55,6 +55,8 @@ class DoneLaunch:
     steps: int
     tokens: list[list[int]]
     logprobs: list[list[float]]
+    slots: set[int]
+    """Slots to which it writes."""
     is_read: bool = False
 
     def wait(self) -> None:
@@ -80,9 +82,12 @@ class StepwiseRunner:
         """Whether weights were updated before each refresh."""
         self.joins = 0
         """Times that rows joined others while a launch was not read."""
+        self.besides = 0
+        """Prefills that may run beside a launch that was not read."""
 
     def refresh(self, *, updated: bool) -> None:
         self.refreshes.append(updated)
+        self._unread = []  # the next prefill waits for launches that nobody reads
 
     def fits(self, length: int) -> bool:
         return length <= self._room
@@ -90,8 +95,12 @@ class StepwiseRunner:
     def reserve(self, length: int) -> None:
         self._room = max(self._room, length)
 
-    def prefill(self, rows: list[Row]) -> int:
+    def prefill(self, rows: list[Row], *, beside: bool) -> int:
         assert all(len(row.token_ids) <= self._room for row in rows)
+        running = [launch for launch in self._unread if not launch.is_read]
+        if beside and rows and running:
+            self.besides += 1
+            assert {row.slot for row in rows}.isdisjoint(*(launch.slots for launch in running))
         rows = [Row(r.slot, r.token_ids[:-1], r.start) for r in rows if r.start < len(r.token_ids) - 1]
         return self._inner.forward(rows)[1] if rows else 0
 
@@ -105,6 +114,7 @@ class StepwiseRunner:
         self.longest_launch = max(self.longest_launch, steps)
         tokens: list[list[int]] = [[] for _ in self._rows]
         logprobs: list[list[float]] = [[] for _ in self._rows]
+        slots = {row.slot for row in self._rows if row.remaining > 0}
         for _ in range(steps):
             going = [place for place, row in enumerate(self._rows) if row.remaining > 0]
             if not going:
@@ -124,7 +134,7 @@ class StepwiseRunner:
                 logprobs[place].append(value)
                 row.token, row.position = token, row.position + 1
                 row.remaining = 0 if token in row.stop_token_ids else row.remaining - 1
-        launch = DoneLaunch(steps, tokens, logprobs)
+        launch = DoneLaunch(steps, tokens, logprobs, slots)
         self._unread = [*(other for other in self._unread if not other.is_read), launch]
         self.most_unread = max(self.most_unread, len(self._unread))
         return launch
@@ -166,6 +176,7 @@ async def test_launches_give_the_same_tokens_as_steps(schedule: int) -> None:
     expected = await asyncio.gather(*(play(stepping, *job) for job in jobs))
     engine = launching(model, rng.choice([7, 96]), decode=decode)
     assert await asyncio.gather(*(play(engine, *job) for job in jobs)) == expected
+    assert engine._runner.besides > 0  # type: ignore[union-attr]
     stats, other = engine.stats(), stepping.stats()
     assert stats["sessions"] == 0
     assert [stats[name] for name in ("requests", "new_tokens")] == [other[name] for name in ("requests", "new_tokens")]

@@ -359,7 +359,8 @@ class NativeEngine:
     def _prefill(self, new: list[Request]) -> list[DecodeRow]:
         """Compute the prompts of new rows and return the rows."""
         rows = [Row(r.session.slot, r.token_ids, r.session.num_cached) for r in new if r.session is not None]
-        num_computed = cast(LaunchRunner, self._runner).prefill(rows) + len(rows)
+        runner = cast(LaunchRunner, self._runner)
+        num_computed = runner.prefill(rows, beside=self._slots_are_free()) + len(rows)
         self._count_prompts(new, rows, num_computed)
         decode_rows = []
         for request, row in zip(new, rows, strict=True):
@@ -378,6 +379,12 @@ class NativeEngine:
                 )
             )
         return decode_rows
+
+    def _slots_are_free(self) -> bool:
+        """Return whether the launches that run write only to slots of pending requests. They also write for a reply that
+        ended on the host alone, such as by a stop string, and its slot may be given to a new request."""
+        rows = (request for flight in self._flights for request in flight.requests)
+        return all(request in self._running or request.ended_on_device for request in rows)
 
     def _worth_launching(self) -> bool:
         """Return whether to start another launch for the same rows before the last one is read."""
@@ -465,7 +472,7 @@ class NativeEngine:
         runner = cast(LaunchRunner, self._runner)
         requests = [r for r in list(self._running)[known:] if runner.fits(r.limit)]
         rows = [Row(r.session.slot, r.token_ids, r.session.num_cached) for r in requests if r.session is not None]
-        num_computed = runner.prefill(rows)
+        num_computed = runner.prefill(rows, beside=self._slots_are_free())
         self._stats["prompt_tokens_computed"] += num_computed
         self._stats["prompt_tokens_shared"] -= num_computed
         for request in requests:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from agentgym_rl.agent.engines.native.runner import Launch
+from agentgym_rl.agent.engines.native.runner import MAX_STOPS, Launch
 from agentgym_rl.agent.engines.native.slots import Session
 from agentgym_rl.types import Completion, Sampling
 
@@ -38,6 +38,12 @@ class Request:
     def tokens_left(self) -> int:
         """Tokens that it may still sample after the launches that run."""
         return self.limit - len(self.token_ids) - self.running_steps
+
+    @property
+    def ended_on_device(self) -> bool:
+        """Whether the device knows that the reply has ended: then later steps write nothing to its slot."""
+        stops = self.sampling.stop_token_ids[:MAX_STOPS]
+        return bool(self.logprobs) and (len(self.token_ids) >= self.limit or self.token_ids[-1] in stops)
 
     def extend(self, new: list[int], logprobs: list[float], version: int) -> None:
         """Append tokens that weights of `version` sampled."""

@@ -74,7 +74,8 @@ class Launch(Protocol):
 
 class LaunchRunner(Protocol):
     def refresh(self, *, updated: bool) -> None:
-        """Adapt to weights that moved to other addresses, and if `updated` to those that changed in place."""
+        """Adapt to weights that moved to other addresses, and if `updated` to those that changed in place. The next
+        prefill waits for all launches."""
 
     def reserve(self, length: int) -> None:
         """Reserve cache for sequences of `length` tokens."""
@@ -82,9 +83,11 @@ class LaunchRunner(Protocol):
     def fits(self, length: int) -> bool:
         """Return whether `length` tokens fit without `reserve`, which must not be called during a launch."""
 
-    def prefill(self, rows: list[Row]) -> int:
-        """Compute all uncached tokens of the rows except the last ones, after the launches that run. Return how many
-        were computed."""
+    def prefill(self, rows: list[Row], *, beside: bool) -> int:
+        """Compute all uncached tokens of the rows except the last ones. Return how many were computed.
+
+        `beside`: no launch that runs writes to a slot of these rows, so the device may do both at once.
+        """
 
     def arrange(self, kept: list[int], new: list[DecodeRow]) -> None:
         """Set the rows of the next launches: those at the indices `kept` of the present ones, as the launches so far

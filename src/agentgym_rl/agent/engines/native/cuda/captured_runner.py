@@ -31,7 +31,7 @@ DRAFT_TOKENS, MAX_DRAFT_WIDTH = 256, 16
 DRAFT_TOKENS in all. With few tokens such a step mostly reads weights, so that guesses cost little."""
 PREFILL_TOKENS = 16384
 """Tokens of one prefill pass."""
-PREFILL_SIZES = (64, 128, 256, 384, 512, 768, 1024, 1280, 1536, 2048)
+PREFILL_SIZES = (64, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 NARROW_PREFILL_SIZES = (*PREFILL_SIZES, 3072, 4096, 6144, 8192)
 """Sizes of captured prefill passes: launching their kernels one by one takes longer than running them. In narrow models
 this holds for longer passes too."""
@@ -88,8 +88,16 @@ class CapturedRunner:
         )
         self._block_tokens = queries_per_block(config.num_attention_heads // config.num_key_value_heads, dtype)
         self._graphs: dict[Any, Callable[[], None]] = {}
-        self._pool: Any = None
+        self._pools: tuple[Any, Any] = (None, None)
+        """Memory of captured steps and of captured prefill passes. They may run at once, so they share none."""
         self._stream = torch.cuda.Stream(self._device) if self._on_cuda else None
+        """Stream on which steps are captured."""
+        self._side = torch.cuda.Stream(self._device) if self._on_cuda else None
+        """Stream of prefill passes that run beside a launch. All of them are captured on it, so that they have a
+        workspace of their own."""
+        self._fork: torch.cuda.Event | None = None
+        """Work that a prefill beside the last launch waits for: all before that launch. None if a cache or a weight was
+        changed since."""
         self._addresses: tuple[int, ...] = ()
         self._weight_modules: list[torch.nn.Module] | None = None
         """Modules with those weights. None without adapters: then all modules are looked up, so that new ones count."""
@@ -113,6 +121,7 @@ class CapturedRunner:
     def refresh(self, *, updated: bool = False) -> None:
         """Drop captured steps if a weight has moved, because they are valid only for its address. Copy adapters if they
         were updated or others are active."""
+        self._fork = None
         if addresses(self._weight_modules or self._model.modules()) != self._addresses:
             self._build()
         active = self._captured.active_adapters()
@@ -140,6 +149,7 @@ class CapturedRunner:
         """Reserve cache for sequences of `length` tokens."""
         if self.fits(length):
             return
+        self._fork = None
         self._drop_graphs()
         if self._on_cuda:
             whole = self.cache.bytes_of(self.cache.max_slots, self.cache.max_length)
@@ -152,11 +162,24 @@ class CapturedRunner:
         return length <= self.cache.spare_position < self._captured.num_positions
 
     @torch.no_grad()
-    def prefill(self, rows: list[Row]) -> int:
-        """Compute all uncached tokens of the rows except the last ones. Return how many were computed."""
+    def prefill(self, rows: list[Row], *, beside: bool = False) -> int:
+        """Compute all uncached tokens of the rows except the last ones. Return how many were computed.
+
+        With `beside` the last launch may still run: the device does both at once. Later work waits for both.
+        """
         rows = [row for row in rows if row.start < len(row.token_ids) - 1]
         if not rows:
             return 0
+        side, fork = self._side, self._fork
+        if side is None or fork is None or not beside or self._active:  # adapters are written to shared weights
+            return self._prefill(rows)
+        side.wait_event(fork)
+        with torch.cuda.stream(side):
+            num_computed = self._prefill(rows)
+        torch.cuda.current_stream(self._device).wait_stream(side)
+        return num_computed
+
+    def _prefill(self, rows: list[Row]) -> int:
         self._captured.write_adapter_rows()
         leaders, leader_of = share_prompts(rows)
         passes = pack(leaders, PREFILL_TOKENS, self._block_tokens)
@@ -230,6 +253,9 @@ class CapturedRunner:
         steps = min(steps, MAX_TOKENS // draft_width(bucket))
         step = self._step(bucket, any(self._uses_top_p))
         self._captured.write_adapter_rows()
+        if self._on_cuda:
+            self._fork = torch.cuda.Event()
+            self._fork.record()
         self._outputs[2 * MAX_TOKENS].zero_()
         for _ in range(steps):
             step()
@@ -243,6 +269,7 @@ class CapturedRunner:
         return CapturedLaunch(host, len(self._uses_top_p), steps, event)
 
     def clear(self, slot: int) -> None:
+        self._fork = None
         with torch.no_grad():
             self.cache.clear(slot)
 
@@ -257,9 +284,10 @@ class CapturedRunner:
         self.cache.max_slots = max_slots
 
     def _drop_graphs(self) -> None:
-        """Drop all graphs with their memory pool. Later graphs use a new pool."""
+        """Drop all graphs with their memory pools. Later graphs use new pools."""
         self._graphs.clear()
-        self._pool = torch.cuda.graph_pool_handle() if self._on_cuda else None
+        if self._on_cuda:
+            self._pools = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
 
     def _step(self, bucket: int, with_top_p: bool) -> Callable[[], None]:
         key = ("decode", bucket, with_top_p)
@@ -273,7 +301,9 @@ class CapturedRunner:
             state, picks = self._state(bucket), self._picks(bucket)
             history, width = self._history, draft_width(bucket)
             self._graphs[key] = self._capture(
-                lambda: self._captured.decode(state, picks, history, with_top_p=with_top_p, width=width)
+                lambda: self._captured.decode(state, picks, history, with_top_p=with_top_p, width=width),
+                self._stream,
+                self._pools[0],
             )
             self._inputs.copy_(rows)
         return self._graphs[key]
@@ -291,7 +321,7 @@ class CapturedRunner:
             static_blocks = torch.zeros((BLOCK_FIELDS, max_blocks), dtype=torch.int64, device=self._device)
             static_tokens[1] = self.cache.spare_position
             packed = as_packed(static_tokens, static_blocks)
-            replay = self._capture(lambda: self._captured.prefill(packed))
+            replay = self._capture(lambda: self._captured.prefill(packed), self._side, self._pools[1])
 
             def run(tokens: torch.Tensor, blocks: torch.Tensor) -> None:
                 static_tokens[:, tokens.shape[1] :] = 0
@@ -304,9 +334,8 @@ class CapturedRunner:
             self._graphs[key] = run  # type: ignore[assignment]
         self._graphs[key](tokens, blocks)  # type: ignore[call-arg]
 
-    def _capture(self, run: Callable[[], None]) -> Callable[[], None]:
+    def _capture(self, run: Callable[[], None], stream: Any, pool: Any) -> Callable[[], None]:
         """Run once to compile the kernels, then record a graph. Without CUDA return `run` itself."""
-        stream = self._stream
         if stream is None:
             return run
         stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -314,7 +343,7 @@ class CapturedRunner:
             with torch.cuda.stream(stream):
                 run()
                 torch.cuda.synchronize(self._device)
-                graph = capture(run, self._pool)
+                graph = capture(run, pool)
         except BaseException:
             self._drop_graphs()
             raise
