@@ -147,9 +147,9 @@ async def slept() -> None:
     seen = []
     plain = steps._capture
 
-    def capture(run: Callable[[], None]) -> Callable[[], None]:
+    def capture(run: Callable[[], None], *where: Any) -> Callable[[], None]:
         seen.append((int(steps._inputs[captured_runner.POSITION].max()), steps._captured.num_positions))
-        return plain(run)
+        return plain(run, *where)
 
     steps._capture = capture
     for length in (150, 8):

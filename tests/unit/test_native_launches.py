@@ -238,7 +238,12 @@ async def test_nothing_is_prefilled_with_outdated_weights(monkeypatch: pytest.Mo
         is_old = False
 
     monkeypatch.setattr(runner, "refresh", looked_again)
-    monkeypatch.setattr(runner, "prefill", lambda rows: (prefills.append(is_old and bool(rows)), prefill(rows))[1])
+
+    def recorded(rows: list[Row], **options: bool) -> int:
+        prefills.append(is_old and bool(rows))
+        return int(prefill(rows, **options))
+
+    monkeypatch.setattr(runner, "prefill", recorded)
 
     async def episode(index: int) -> None:
         nonlocal is_old

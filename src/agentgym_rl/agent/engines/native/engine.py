@@ -381,8 +381,8 @@ class NativeEngine:
         return decode_rows
 
     def _slots_are_free(self) -> bool:
-        """Return whether the launches that run write only to slots of pending requests. They also write for a reply that
-        ended on the host alone, such as by a stop string, and its slot may be given to a new request."""
+        """Return whether the launches that run write to slots of pending requests only. They also write for a reply
+        that only the host knows to have ended, such as by a stop string."""
         rows = (request for flight in self._flights for request in flight.requests)
         return all(request in self._running or request.ended_on_device for request in rows)
 
