@@ -592,3 +592,23 @@ def test_released_sessions_give_their_slots_away_before_others_are_evicted() -> 
         assert session.slot <= 1, "one episode after the other takes no further slots"
         alone.finish(session)
         alone.release(str(number))
+
+
+@pytest.mark.parametrize("ending", ["stop string", "stop token that the device does not check"])
+async def test_no_prompt_is_computed_beside_a_launch_that_writes_to_its_slot(ending: str) -> None:
+    model = make_model()
+    free = (await NativeEngine(model).generate(prompt(10), Sampling(24, temperature=0), "free")).token_ids
+    last = next(i for i in range(2, 12) if free[i] not in free[:i])
+    ignored = tuple(token for token in range(VOCABULARY) if token not in free)[:MAX_STOPS]
+    ends = Sampling(24, temperature=0, stop_token_ids=(*ignored, free[last]))
+    if ending == "stop string":
+        ends = Sampling(24, temperature=0, stop=(f"<{free[last]}>",))
+    engine = launching(model, 8, decode=lambda ids: "".join(f"<{i}>" for i in ids))
+
+    async def episode() -> None:
+        ids = prompt(10)
+        for _ in range(6):
+            completion = await engine.generate(ids, ends, "ends")
+            ids = [*ids, *completion.token_ids, *prompt(9)]
+
+    await asyncio.gather(episode(), engine.generate(prompt(30), Sampling(150, temperature=0), "goes on"))
