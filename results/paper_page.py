@@ -49,21 +49,21 @@ def scenarios_table(records: Sequence[Record]) -> list[str]:
     return lines
 
 
-def base_against_random(records: Sequence[Record]) -> str:
-    """Return base less random play on each scenario that has both."""
+def difference(records: Sequence[Record], arm: str, other: str, title: str) -> str:
+    """Return one arm less another on the items of each scenario that has both."""
     groups = by_task_and_arm(records)
     compared: dict[str, list[float]] = {}
     for task in QWEN:
-        if (task, "base") in groups and (task, RANDOM) in groups:
-            base, chance = (mean_item_rates(groups[task, arm]) for arm in ("base", RANDOM))
-            compared[task] = [base[item] - chance[item] for item in sorted(base)]
+        if (task, arm) in groups and (task, other) in groups:
+            ours, theirs = (mean_item_rates(groups[task, each]) for each in (arm, other))
+            compared[task] = [ours[item] - theirs[item] for item in sorted(ours)]
     adjusted = holm([sign_flip_test(d) for d in compared.values()])
     parts = []
     for (task, d), p in zip(compared.items(), adjusted, strict=True):
         low, high = mean_interval(d)
         gap = f"{signed(statistics.fmean(d))} ({signed(low)} to {signed(high)}"
         parts.append(f"{SCENARIOS[task]} {gap}, p = {p:.2g})")
-    return f"- Base less random play on the same items, in points: {'; '.join(parts)}. p is exact, after Holm."
+    return f"- {title} on the same items, in points: {'; '.join(parts)}. p is exact, after Holm."
 
 
 def listed(names: Sequence[str]) -> str:
@@ -91,7 +91,11 @@ def texts(results: Path) -> dict[str, str]:
     records = read(results)
     if not records:
         return {"paper-table": "", "paper-kinds": ""}
-    lines = [*main_table(records), "", *scenarios_table(records), "", base_against_random(records), missing(records)]
+    differences = [
+        difference(records, "staged", "base", "RL, ScalingInter, less base"),
+        difference(records, "base", RANDOM, "Base less random play"),
+    ]
+    lines = [*main_table(records), "", *scenarios_table(records), "", *differences, missing(records)]
     kinds: list[str] = []
     for task in QWEN:
         if task != "textcraft" and any(r["task"] == task for r in records):

@@ -37,8 +37,8 @@ PAGE = """# Trees against chains
 {sections}
 
 Success is that of held-out episodes (40 of KeyDoor, 100 of the others), interpolated between evaluations; the range is
-over seeds. A shared token is counted once, where it was sampled. The time is the mean over runs, of which three shared
-the GPU by CUDA's MPS (two the processor for KeyDoor).
+over seeds. A shared token is counted once, where it was sampled. The time is the mean over runs, of which two or three
+shared the GPU by CUDA's MPS (two the processor for KeyDoor).
 
 ## How to repeat it
 
