@@ -246,9 +246,7 @@ def real_model(pages: Pages) -> None:
         pages.expect(f"{text}: # points (# to #, p = #).", points(d), *bootstrap(d), p)
         if arm == "base":
             pages.require("**Holds.** RL alone lifts", mean(d) > 0 and p < 0.05)
-    pages.require(
-        "On TextCraft the 1.5B model has no fixed-horizon arm", not any(arm.startswith("fixed") for arm in rows)
-    )
+    pages.require("The 1.5B model has no fixed-horizon arm", not any(arm.startswith("fixed") for arm in rows))
     real_runs(pages, runs)
 
 
