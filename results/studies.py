@@ -366,11 +366,11 @@ LONG_EPISODES = (
     *("rl.groups_per_step=4", "agent.concurrency=256"),
 )
 """Settings under which the slowest episode of a step takes many times as long as the median."""
-ASYNCHRONOUS_LENGTH = {
-    "1.5B": ("rl.steps=48", "eval.every=24"),
+ASYNCHRONOUS_STEPS = {
+    "1.5B": ("rl.group_size=4", "rl.steps=96", "eval.every=24", "eval.episodes=204"),
     "0.5B": ("rl.steps=60", "eval.every=20", "eval.episodes=204", "rl.optimizer.lr=6e-6"),
 }
-"""Settings by size of the model. With 1.5B, learning is half of a synchronous step."""
+"""Settings by size of the model. With 1.5B and 32 episodes a step, learning is half of a synchronous step."""
 
 
 def asynchronous(seeds: list[int] | None) -> list[Job]:
@@ -394,22 +394,21 @@ def asynchronous_textcraft(seeds: list[int] | None) -> list[Job]:
 
 
 def qwen_asynchronous(seeds: list[int] | None) -> list[Job]:
-    """Return Qwen2.5-Coder after a short imitation on BabyAI with 50 turns, 32 episodes a step: synchronous, and with
-    bounds of staleness. It needs one GPU.
+    """Return Qwen2.5-Coder after a short imitation on BabyAI with 50 turns, 16 (1.5B) or 32 episodes a step:
+    synchronous, and with bounds of staleness. It needs one GPU.
 
     Most episodes end early, and a synchronous step waits for the longest one.
     """
     jobs: list[Job] = []
     for seed in seeds if seeds is not None else range(1):
-        for size, length in ASYNCHRONOUS_LENGTH.items():
-            label = "" if size == "1.5B" else f"-{size}"
+        for size, steps in ASYNCHRONOUS_STEPS.items():
+            label, task = ("-16", "babyai, 16 episodes") if size == "1.5B" else (f"-{size}", f"babyai, {size}")
             start = Job(name=f"async-sft{label}-{seed}", arm="SFT", task="babyai", seed=seed)
             imitation = (f"model.path={{{QWEN_SIZES[size]}}}", "data.episodes=192", "sft.epochs=1")
             jobs.append(replace(start, recipe="qwen/babyai-sft.toml", arguments=imitation))
-            run = Job(name=f"qwen-async-babyai{label}", arm="", task=f"babyai{label.replace('-', ', ')}", seed=seed)
-            settings = (f"model.path={{{start.name}}}", *LONG_EPISODES, *length)
-            run = replace(run, recipe="qwen/babyai.toml", arguments=settings)
-            jobs += [stale(bound, run) for bound in (0, 1, 4) if size == "1.5B" or bound != 1]
+            run = Job(name=f"qwen-async-babyai{label}", arm="", task=task, seed=seed, recipe="qwen/babyai.toml")
+            run = replace(run, arguments=(f"model.path={{{start.name}}}", *LONG_EPISODES, *steps))
+            jobs += [stale(bound, run) for bound in (0, 4, 1) if size == "1.5B" or bound != 1]
     return jobs
 
 

@@ -7,8 +7,8 @@ A finished job leaves a small JSON under results/<study>/, an evaluation also it
 time limit the others write a checkpoint and stop. A job that fails is reported and does not stop the others.
 
 Several jobs on one GPU take turns unless CUDA's MPS runs: start `nvidia-cuda-mps-control -d` before them. Three runs
-of a 1.5B model reserve 115 to 123 GB (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True). Of SearchQA, whose contexts are
-longer, two fit a GPU of 140 GB.
+of a 1.5B model reserve 115 to 123 GB (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True). SearchQA has longer contexts:
+two such runs fit a GPU of 140 GB.
 """
 
 from __future__ import annotations

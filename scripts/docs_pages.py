@@ -481,21 +481,21 @@ def asynchronous(study: str) -> str:
 
 
 def asynchronous_times(study: str) -> str:
-    """Return the times of a study's runs by model and bound of staleness. The first step fills the queue and is left
-    out."""
+    """Return the times of a study's runs by model, episodes a step and bound of staleness. The first step, which fills
+    the queue, is left out."""
     rows: list[list[str]] = []
     synchronous: dict[str, tuple[float, float]] = {}
     paths = (ROOT / "results" / study).glob("*staleness*.json")
     records = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-    for record in sorted(records, key=lambda record: (-record["parameters"], record["arm"])):
-        size = f"{record['parameters'] / 1e9:.1f}B"
-        curves = record["curves"]
+    for record in sorted(records, key=lambda record: (-record["parameters"], record["task"], record["arm"])):
+        rl, curves = record["config"]["rl"], record["curves"]
+        run = f"{record['parameters'] / 1e9:.1f}B, {rl['groups_per_step'] * rl['group_size']} episodes"
         step_s, learn_s = (statistics.fmean(curves[name][1:]) for name in ("time/step_s", "time/learn_s"))
         tokens = (curves["tokens/total"][-1] - curves["tokens/total"][0]) / (len(curves["tokens/total"]) - 1)
-        first = synchronous.setdefault(size, (step_s, step_s / tokens))
+        first = synchronous.setdefault(run, (step_s, step_s / tokens))
         rows.append(
             [
-                size,
+                run,
                 f"`{record['arm'].removeprefix('max_staleness ')}`",
                 f"{step_s:.2f} s",
                 f"{learn_s:.2f} s",
@@ -506,7 +506,7 @@ def asynchronous_times(study: str) -> str:
             ]
         )
     times = ["a step", "learning", "sampled tokens", "steps/s", "sampled tokens/s"]
-    return table(["model", "`rl.max_staleness`", *times, "success (95% interval), %"], rows)
+    return table(["model and step", "`rl.max_staleness`", *times, "success (95% interval), %"], rows)
 
 
 def pooled_success(records: list[dict[str, Any]]) -> str:
