@@ -105,6 +105,11 @@ async def llama() -> None:
     await two_turns(make("llama", num_attention_heads=4, num_key_value_heads=2, head_dim=32, attention_bias=True))
 
 
+async def narrow_heads() -> None:
+    shape = {"hidden_size": 64, "intermediate_size": 128, "tie_word_embeddings": True}
+    await two_turns(make("llama", num_attention_heads=4, num_key_value_heads=4, head_dim=16, **shape))
+
+
 async def qwen3() -> None:
     await two_turns(make("qwen3", num_attention_heads=2, num_key_value_heads=1, head_dim=64))
 
@@ -425,6 +430,7 @@ if __name__ == "__main__":
     run(
         short_reply,
         llama,
+        narrow_heads,
         qwen3,
         wide,
         out_of_memory,

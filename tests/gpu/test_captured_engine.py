@@ -46,12 +46,14 @@ SHAPE: dict[str, Any] = {
 }
 WIDE: dict[str, Any] = {**SHAPE, "hidden_size": 1280, "intermediate_size": 1536, "initializer_range": 0.05}
 """Too wide for the fused products: the library's are used."""
+NARROW: dict[str, Any] = {**SHAPE, "hidden_size": 64, "intermediate_size": 128}
 CONFIGS = {
     "llama": LlamaConfig(**SHAPE, num_attention_heads=3, num_key_value_heads=3),
     "llama-gqa-tied": LlamaConfig(
         **SHAPE, num_attention_heads=6, num_key_value_heads=2, tie_word_embeddings=True, attention_bias=True
     ),
     "qwen2": Qwen2Config(**SHAPE, num_attention_heads=6, num_key_value_heads=1),
+    "llama-heads-of-16": LlamaConfig(**NARROW, num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SHAPE, num_attention_heads=4, num_key_value_heads=2, head_dim=128),
     "qwen3-heads-of-256": Qwen3Config(**SHAPE, num_attention_heads=2, num_key_value_heads=1, head_dim=256),
     "llama-wide": LlamaConfig(**WIDE, num_attention_heads=10, num_key_value_heads=2, attention_bias=True),

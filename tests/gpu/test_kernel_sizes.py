@@ -49,7 +49,7 @@ def adapter_case(chip: str, *sizes: int) -> Any:
 @pytest.mark.parametrize(
     ("chip", "size", "head_dim", "rank"),
     [
-        *((chip, *sizes, 0) for chip in CHIPS for sizes in [(576, 64), (1024, 128), (1024, 256)]),
+        *((chip, *sizes, 0) for chip in CHIPS for sizes in [(64, 16), (576, 64), (1024, 128), (1024, 256)]),
         *(adapter_case(c, *sizes) for c in CHIPS for sizes in [(576, 64, 16), (1024, 64, 64), (1024, 128, 64)]),
     ],
 )

@@ -23,7 +23,7 @@ CONSUMER_CARD, CONSUMER_BYTES = GPUTarget("cuda", 86, 32), 99 << 10
 SCRIPTS = Path(__file__).parents[1]
 QUICK = ("short_reply", "split_prefill", "shared_prefixes", "logits")
 LONG = [
-    ("llama",),
+    ("llama", "narrow_heads"),
     ("drafts", "layers"),
     ("qwen3", "float16"),
     ("wide", "out_of_memory", "slept"),
@@ -62,7 +62,7 @@ def interpret(script: str, names: tuple[str, ...]) -> None:
     assert ran.stdout.splitlines() == [f"{name}: good" for name in names]
 
 
-@pytest.mark.parametrize(("head_dim", "group"), [(128, 1), (128, 8), (128, 16), (64, 16)])
+@pytest.mark.parametrize(("head_dim", "group"), [(128, 1), (128, 8), (128, 16), (64, 16), (16, 1)])
 def test_decode_attention_fits_the_shared_memory_of_consumer_cards(head_dim: int, group: int) -> None:
     """Compiled for the card, with 16 tokens of a row. A launch that does not fit ends the run."""
     rows, kernel = 16 * group, decode_attention_kernel

@@ -25,7 +25,7 @@ from agentgym_rl.agent.engines.native.cuda.adapters import (
 from agentgym_rl.agent.engines.native.decoder import unwrap
 from agentgym_rl.common.decoders import RMS_NORMS
 
-HEAD_DIMS = (32, 64, 128, 256)
+HEAD_DIMS = (16, 32, 64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDE_HEADS_BYTES = 160 << 10
 """Maximum shared memory of attention over heads of 256. Narrower heads fit every device."""
