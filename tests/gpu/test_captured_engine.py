@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from agentgym_rl.agent.engines.native import NativeEngine
+from agentgym_rl.agent.engines.native.runner import DecodeRow, Row
 from agentgym_rl.agent.engines.native.sampling import signed_64, top_p_filter, uniforms
 from agentgym_rl.errors import EngineError
 from agentgym_rl.types import Completion, Sampling
@@ -385,6 +386,34 @@ async def test_identical_prompts_are_computed_once() -> None:
     assert all(gaps(model, ids, completion).max() < 1e-4 for completion in done)
     stats = engine.stats()
     assert (stats["prompt_tokens_computed"], stats["prompt_tokens_shared"]) == (332 + 9, 8 * 332)
+
+
+def test_a_prefill_beside_a_launch_does_not_overtake_one_that_waits_for_it() -> None:
+    """Passes share memory: two at once would mix up their tokens."""
+    from agentgym_rl.agent.engines.native.cuda.captured_runner import CapturedRunner
+
+    runner = CapturedRunner(make_model("llama"), max_slots=4, max_length=512)
+    runner.refresh()
+    runner.reserve(400)
+    ids = [prompt(100, slot) for slot in range(3)]
+    runner.prefill([Row(0, ids[0], 0)])
+
+    def filled(*beside: bool) -> torch.Tensor:
+        for slot in (1, 2):
+            runner.clear(slot)
+        runner.arrange([], [DecodeRow(0, ids[0][-1], 99, 200, 1, 1.0, 1.0, ())])
+        launch = runner.launch(100)
+        for slot, each in zip((1, 2), beside, strict=True):
+            runner.prefill([Row(slot, ids[slot], 0)], beside=each)
+        launch.wait()
+        torch.cuda.synchronize()
+        return torch.stack([keys[1:3, :, :99] for keys in runner.cache.keys])
+
+    expected = filled(False, False)
+    assert (expected != 0).all(), "every position was computed"
+    for _ in range(5):
+        assert torch.equal(filled(False, True), expected)
+        assert torch.equal(filled(True, True), expected)
 
 
 async def test_a_cache_that_grows_keeps_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:

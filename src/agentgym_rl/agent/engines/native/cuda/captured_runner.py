@@ -172,6 +172,7 @@ class CapturedRunner:
             return 0
         side, fork = self._side, self._fork
         if side is None or fork is None or not beside or self._active:  # adapters are written to shared weights
+            self._fork = None  # passes share memory, so that later ones wait for these
             return self._prefill(rows)
         side.wait_event(fork)
         with torch.cuda.stream(side):
