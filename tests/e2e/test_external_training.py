@@ -93,7 +93,13 @@ def test_agents_of_other_libraries_train_token_exactly(
     [("openai_agent", "keydoor"), ("pydantic_agent", "keydoor_tools"), ("smolagents_agent", "keydoor_tools")],
 )
 def test_a_model_learns_through_a_program(program: str, recipe: str, tmp_path: Path) -> None:
-    arguments = ["train", str(EXAMPLES / f"{recipe}.toml"), f"run_dir={tmp_path / 'run'}", "threads=1"]
+    arguments = [
+        "train",
+        str(EXAMPLES / f"{recipe}.toml"),
+        f"run_dir={tmp_path / 'run'}",
+        "threads=1",
+        "eval.samples=3",
+    ]
     process = Process([*arguments, f"agent.program={program}:play"], tmp_path / "output")
     assert process.wait(3500) == 0, (tmp_path / "output").read_text()
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
