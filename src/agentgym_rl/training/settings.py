@@ -430,7 +430,7 @@ class RLSettings(SettingsSection):
             if self.kl_coef and self.kl_in == "reward":
                 yield "kl_in = 'reward': distill without reward_weight ignores rewards, use kl_in = 'loss'"
             if self.resample_rounds:
-                yield "resample_rounds replaces groups of equal rewards, which distill without reward_weight ignores"
+                yield "resample_rounds compares rewards, which distill without reward_weight ignores: set it to 0"
             if self.keep_groups < 1.0:
                 yield "keep_groups compares rewards, which distill without reward_weight ignores: set keep_groups = 1"
         yield from self._tree_problems()

@@ -97,7 +97,7 @@ class CapturedRunner:
         workspace of their own."""
         self._fork: torch.cuda.Event | None = None
         """Work that a prefill beside the last launch waits for: all before that launch. None if a cache or a weight was
-        changed since."""
+        changed since, or a prefill has waited for the launch."""
         self._addresses: tuple[int, ...] = ()
         self._weight_modules: list[torch.nn.Module] | None = None
         """Modules with those weights. None without adapters: then all modules are looked up, so that new ones count."""
