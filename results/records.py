@@ -131,6 +131,8 @@ def common_tokens(runs: Sequence[Record]) -> float:
 def compare_seeds(first: Sequence[float], second: Sequence[float]) -> str:
     """Return in how many seeds the second is ahead, and whether the seeds tell both apart."""
     ahead = sum(b > a for a, b in zip(first, second, strict=True))
+    if len(first) == 1:
+        return f"{'ahead' if ahead else 'not ahead'}, with one seed: this shows no difference."
     apart = min(second) > max(first) or min(first) > max(second)
     verdict = "No seed of one reaches the other." if apart else "The seeds of both overlap: this shows no difference."
     return f"ahead in {ahead} of {len(second)} seeds.\n{verdict}"

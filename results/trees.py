@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+from collapse import collapsed
 from figures import draw_success, new_figure
 from records import (
     Record,
@@ -110,12 +111,25 @@ def by_task(records: Sequence[Record]) -> dict[str, list[Record]]:
     return found
 
 
+def collapse(run: Record) -> str:
+    """Say how far the success of a collapsed run fell, and which findings of the doctor were severe."""
+    successes = [evaluation["success"] for evaluation in run["evaluations"]]
+    severe: dict[str, int] = {}
+    for finding in run["findings"]:
+        if finding["severity"] == "severe":
+            severe.setdefault(finding["rule"], finding["step"])
+    named = ", ".join(f"`{rule}` at step {step}" for rule, step in severe.items())
+    fall = f"from {100 * max(successes):.0f}% to {100 * successes[-1]:.0f}%"
+    return f"- Run {run['job']} collapsed, {fall}. The doctor's severe findings: {named or 'none'}."
+
+
 def page(records: list[Record]) -> str:
     missing = [each for study in ("trees", "qwen-trees") if (each := describe_missing(study, records))]
     sections = [f"## {TASKS[task]}\n\n{claim(runs)}\n\n{table(runs)}" for task, runs in by_task(records).items()]
     limits = [
         "- Few seeds and short runs. A tiny model and an easy game say little about language models.",
         "- Equal sampled tokens are not equal time: rounds of branching wait for each other.",
+        *(collapse(run) for run in runs_by_seed(records) if collapsed(run)),
         *(f"- Run {r['job']} was stopped {r['stopped']}." for r in records if "stopped" in r),
         *(f"- {each[0].upper()}{each[1:]}." for each in missing),
     ]
