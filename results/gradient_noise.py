@@ -41,6 +41,7 @@ from typing import Any
 import torch
 from behaviour import Row, read_rows
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 MAX_BYTES = 8 << 30
 """Memory for the gradients of all groups under two horizons, which are kept to compare them with each other."""
@@ -88,15 +89,18 @@ def group_gradient(model: Any, group: Sequence[Row], turns: int, aggregate: str)
     processed = sum(len(ids) for ids, *_ in episodes)
     if rewards.max() - rewards.min() < EPSILON:
         return None, processed
-    advantages = (rewards - rewards.mean()) / (rewards.std(correction=0) + EPSILON)
+    advantages = ((rewards - rewards.mean()) / (rewards.std(correction=0) + EPSILON)).tolist()
+    weights = [-a / (1 if aggregate == "token" else sum(s)) for a, (_, s, _) in zip(advantages, episodes, strict=True)]
+    tokens = _padded([ids for ids, *_ in episodes]).to(model.device)  # to the right: a causal model needs no mask
+    weight = (_padded([sampled for _, sampled, _ in episodes]) * torch.tensor(weights)[:, None]).to(model.device)
     model.zero_grad(set_to_none=True)
-    for (ids, sampled, _), advantage in zip(episodes, advantages.tolist(), strict=True):
-        tokens = torch.tensor([ids], device=model.device)
-        positions = torch.tensor(sampled, device=model.device).nonzero().squeeze(-1)
-        logits = model(tokens).logits[0, positions - 1].float()
-        logprobs = logits.log_softmax(-1).gather(-1, tokens[0, positions, None])
-        (-advantage * (logprobs.sum() if aggregate == "token" else logprobs.mean())).backward()
-    return torch.cat([p.grad.flatten().float().cpu() for p in model.parameters() if p.grad is not None]), processed
+    logprobs = model(tokens).logits[:, :-1].float().log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
+    (logprobs * weight[:, 1:]).sum().backward()
+    return torch.cat([p.grad.flatten().float() for p in model.parameters() if p.grad is not None]).cpu(), processed
+
+
+def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
+    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
 
 
 Estimate = Callable[[int | None], float]
@@ -207,11 +211,11 @@ _worker: dict[str, Any] = {}
 """Model and groups of a worker process."""
 
 
-def _start_worker(model: Path, evaluation: Path) -> None:
+def _start_worker(model: Path, evaluation: Path, device: str) -> None:
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
-    _worker["model"] = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    _worker["model"] = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device)
     _worker["groups"] = read_groups(evaluation)
 
 
@@ -256,10 +260,11 @@ def main() -> None:
     parser.add_argument("--turns", default="8,16,32,64")
     parser.add_argument("--aggregate", choices=("token", "trajectory"), default="trajectory", help="as in the recipe")
     parser.add_argument("--jobs", type=int, default=1, help="processes, each with one thread")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args()
     indices = range(len(read_groups(options.evaluation)))
-    workers = options.jobs, get_context("spawn"), _start_worker, (options.model, options.evaluation)
+    workers = options.jobs, get_context("spawn"), _start_worker, (options.model, options.evaluation, options.device)
     with ProcessPoolExecutor(*workers) as pool:
 
         def gradients_under(turns: int) -> Gradients:
