@@ -23,10 +23,16 @@ def league(root: Path, size: int = 2, every: int = 1) -> League:
     return League(root, size, every, lambda folder: (folder / "model").touch())  # type: ignore[func-returns-value]
 
 
-def game(number: int, reward: float, opponent: str = "past@0", stop: StopReason = StopReason.DONE) -> list[Group]:
+def game(
+    number: int,
+    reward: float,
+    opponent: str = "past@0",
+    stop: StopReason = StopReason.DONE,
+    roles: tuple[str, str] = ("first", "second"),
+) -> list[Group]:
     """Return the two groups of one game in which the learner earns `reward` and its opponent the opposite."""
     task, groups = Task("nim", 1), []
-    for role, player, sign in (("first", LEARNER, 1), ("second", opponent, -1)):
+    for role, player, sign in zip(roles, (LEARNER, opponent), (1, -1), strict=True):
         trajectory = Trajectory(f"7-0-{role}-{number}-0", task, rewards=[sign * reward], stop=stop)
         trajectory.role, trajectory.player = role, player
         groups.append(Group(task, [trajectory]))
@@ -54,6 +60,11 @@ def test_a_better_player_gains_400_points_at_odds_of_ten_to_one(tmp_path: Path) 
     for number in range(4400):
         ratings.observe(game(number, -1.0 if number % 11 == 0 else 1.0))
     assert ratings.ratings[LEARNER] == pytest.approx(START_RATING + 400, abs=30)
+
+
+def test_names_of_roles_may_have_hyphens() -> None:
+    groups = game(2, 1.0, roles=("player-one", "guest")) + game(3, 1.0, roles=("player-one", "player-two"))
+    assert [len(others) for _, others in games_of(groups)] == [1, 1]
 
 
 def test_failed_games_and_games_of_the_learner_alone_do_not_count(tmp_path: Path) -> None:

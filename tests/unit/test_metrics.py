@@ -42,6 +42,8 @@ def test_means_over_usable_episodes() -> None:
         "reward/mean": 1 / 4,
         "success/mean": 1 / 4,
         "turns/mean": (3 + 2 + 1 + 1) / 4,
+        "turns/median": 1.5,
+        "turns/max": 3,
         "truncated/rate": 3 / 4,
         "truncated/horizon_rate": 1 / 4,
         "truncated/length_rate": 1 / 4,

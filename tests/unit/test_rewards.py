@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tokenizers_for_tests import byte_level_bpe
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.config import Config
 from agentgym_rl.errors import ConfigError, EngineError
-from agentgym_rl.rewards.judge import Judge, LocalChat, make_chat_client
+from agentgym_rl.rewards.judge import CHARS_PER_TOKEN, Judge, LocalChat, make_chat_client
 from agentgym_rl.rewards.judge_questions import read_numbers, read_ranking, transcript
 from agentgym_rl.rewards.rewards import Rewards
 from agentgym_rl.run.preflight import require_recipe
@@ -303,7 +304,8 @@ async def test_a_judge_that_fails_leaves_episodes_out(
 
 async def test_a_judge_in_this_process_that_hangs_is_given_up(tmp_path: Path) -> None:
     class Hanging:
-        async def complete(self, *_: Any) -> Any:
+        async def complete(self, *_: Any, on_request: Callable[[], None]) -> Any:
+            on_request()
             await asyncio.sleep(60)
 
     judge = Judge(Hanging(), "judge", JudgeSettings(path="judge", timeout_s=0.05, retries=1), tmp_path / "judge.jsonl")
@@ -339,6 +341,42 @@ async def test_a_spent_budget_ends_the_calls(
     assert re.search(message, verdicts[2].error)
     assert server.num_requests == 2
     await judge.close()
+
+
+@pytest.mark.parametrize(
+    ("limit", "requests"), [({"max_calls": 3}, 3), ({"max_total_tokens": 250, "max_new_tokens": 20}, 2)]
+)
+async def test_failed_requests_are_paid_for_also_by_the_next_process(
+    server: JudgeServer, tmp_path: Path, limit: dict[str, int], requests: int
+) -> None:
+    judge = make_judge(server, tmp_path, concurrency=1, retries=8, **limit)
+    server.always = "500"
+    ((verdict,),) = await scored(Group(TASK, [episode("up")]), RUBRIC, judge=judge)
+    assert "the budget is spent" in verdict.error
+    assert server.num_requests == judge.calls == requests
+    server.always = None
+    again = make_judge(server, tmp_path, **limit)
+    assert (again.calls, again.tokens) == (judge.calls, judge.tokens)
+    ((verdict,),) = await scored(Group(TASK, [episode("up")]), RUBRIC, judge=again)
+    assert "the budget is spent" in verdict.error
+    assert server.num_requests == requests
+    raised = make_judge(server, tmp_path)
+    ((verdict,),) = await scored(Group(TASK, [episode("up")]), RUBRIC, judge=raised)
+    assert verdict.scores == [1.0]
+    chars = sum(len(message["content"]) for message in server.asked[0]["messages"])
+    assert judge.tokens == requests * math.ceil(chars / CHARS_PER_TOKEN)
+    for each in (judge, again, raised):
+        await each.close()
+
+
+async def test_another_model_and_other_sampling_are_asked_again(server: JudgeServer, tmp_path: Path) -> None:
+    group = Group(TASK, [episode("up")])
+    for number, changes in enumerate(({}, {"model": "larger"}, {"temperature": 0.5}, {"max_new_tokens": 9}, {})):
+        settings = judge_settings(server, **changes)
+        judge = Judge(make_chat_client(settings), str(settings.model), settings, tmp_path / "judge.jsonl")
+        await scored(group, RUBRIC, judge=judge)
+        await judge.close()
+        assert server.num_requests == min(number + 1, 4)
 
 
 async def test_questions_at_once_stay_within_the_budget(server: JudgeServer, tmp_path: Path) -> None:

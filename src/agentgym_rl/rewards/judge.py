@@ -7,12 +7,12 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import orjson
 
 from agentgym_rl.agent.engines.base import Engine
-from agentgym_rl.agent.engines.openai import Answer, Chat, ChatClient, ContextOverflow, Tokens
+from agentgym_rl.agent.engines.openai import Answer, ChatClient, ContextOverflow, Tokens
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.errors import EngineError
 from agentgym_rl.training.reward_settings import JudgeSettings
@@ -30,6 +30,18 @@ class UnreadableAnswer(ValueError):
     """The judge's answer has no score. The text says what was needed."""
 
 
+class JudgeChat(Protocol):
+    """The interface of a judge's model, which calls `on_request` before every request."""
+
+    async def complete(
+        self,
+        messages: list[Message],
+        sampling: Sampling,
+        tools: Sequence[dict[str, Any]] = (),
+        on_request: Callable[[], None] | None = None,
+    ) -> Answer: ...
+
+
 class LocalChat:
     """A chat over an engine in this process."""
 
@@ -37,7 +49,11 @@ class LocalChat:
         self._engine, self._renderer, self._max_context = engine, renderer, max_context
 
     async def complete(
-        self, messages: list[Message], sampling: Sampling, tools: Sequence[dict[str, Any]] = ()
+        self,
+        messages: list[Message],
+        sampling: Sampling,
+        tools: Sequence[dict[str, Any]] = (),
+        on_request: Callable[[], None] | None = None,
     ) -> Answer:
         """Return the model's next message. A judge has no tools."""
         prompt = self._renderer.prompt(messages)
@@ -47,6 +63,8 @@ class LocalChat:
                 f"the judge reads at most {self._max_context} tokens, got a prompt of {len(prompt)}: lower "
                 "judge.max_chars"
             )
+        if on_request is not None:
+            on_request()
         session = _key(messages)
         max_new_tokens, stops = min(sampling.max_new_tokens, free), self._renderer.stop_token_ids
         sampling = Sampling(max_new_tokens, sampling.temperature, stop_token_ids=stops, seed=0)
@@ -67,11 +85,11 @@ class Judge:
     The cache is also what makes a resumed run exact: it gets the answers that the killed process got.
     """
 
-    def __init__(self, chat: Chat, name: str, settings: JudgeSettings, cache_path: Path) -> None:
+    def __init__(self, chat: JudgeChat, name: str, settings: JudgeSettings, cache_path: Path) -> None:
         """`name` identifies the model in the cache."""
         self.settings = settings
         self._chat, self._name, self._path = chat, name, cache_path
-        # `tokens` and `calls` count those of all processes of the run.
+        # `tokens` and `calls` count the requests of all processes of the run, those without an answer included.
         self._answers, self.tokens, self.calls = _read_cache(cache_path)
         self._expected_tokens = 0
         """Estimated tokens of the questions that wait for an answer."""
@@ -106,48 +124,68 @@ class Judge:
         key = self._key_of(messages)
         async with self._asking.setdefault(key, asyncio.Lock()):
             if key not in self._answers:
-                expected = _estimate_tokens(messages) + self.settings.max_new_tokens
-                self._require_budget(expected)
-                self.calls += 1
-                self._expected_tokens += expected
-                sampling = Sampling(self.settings.max_new_tokens, self.settings.temperature)
-                try:
-                    answer = await self._chat.complete(messages, sampling)
-                finally:
-                    self._expected_tokens -= expected
-                self._store(key, answer, messages)
+                await self._request(key, messages)
         self._asking.pop(key, None)
         return self._answers[key]
+
+    async def _request(self, key: str, messages: list[Message]) -> None:
+        """Ask the model and keep its answer. A request without an answer counts with the tokens of its prompt."""
+        prompt_tokens, requests = _estimate_tokens(messages), 0
+        expected = prompt_tokens + self.settings.max_new_tokens
+        self._require_tokens(expected)
+
+        def count_request() -> None:
+            nonlocal requests
+            self._require_call()
+            if requests:  # the one before failed
+                self._require_tokens(prompt_tokens)
+                self.tokens += prompt_tokens
+            requests += 1
+            self.calls += 1
+
+        self._expected_tokens += expected
+        sampling = Sampling(self.settings.max_new_tokens, self.settings.temperature)
+        try:
+            answer = await self._chat.complete(messages, sampling, on_request=count_request)
+        except BaseException:
+            if requests:
+                self.tokens += prompt_tokens
+                self._append(key, None, requests, requests * prompt_tokens)
+            raise
+        finally:
+            self._expected_tokens -= expected
+        estimate = prompt_tokens + _estimate_tokens([Message("assistant", answer.content)])
+        tokens = answer.context_tokens if answer.tokens.reported else estimate
+        self.tokens += tokens
+        self._answers[key] = answer.content
+        self._append(key, answer.content, requests, (requests - 1) * prompt_tokens + tokens)
 
     def _key_of(self, messages: list[Message]) -> str:
         return _key(messages, self._name, self.settings.temperature, self.settings.max_new_tokens)
 
-    def _require_budget(self, expected: int) -> None:
+    def _require_call(self) -> None:
+        if self.calls >= self.settings.max_calls:
+            raise EngineError(f"the budget is spent: judge.max_calls = {self.settings.max_calls}, raise it and resume")
+
+    def _require_tokens(self, expected: int) -> None:
         """Raise EngineError if a question of so many tokens could exceed the budget, with those under way."""
-        settings = self.settings
-        if self.calls >= settings.max_calls:
-            raise EngineError(f"the budget is spent: judge.max_calls = {settings.max_calls}, raise it and resume")
-        if 0 < settings.max_total_tokens < self.tokens + self._expected_tokens + expected:
+        limit = self.settings.max_total_tokens
+        if 0 < limit < self.tokens + self._expected_tokens + expected:
             raise EngineError(
                 f"the budget is spent: {self.tokens} tokens, {self._expected_tokens} under way, up to {expected} for "
-                f"this question, judge.max_total_tokens = {settings.max_total_tokens}, raise it and resume"
+                f"this question, judge.max_total_tokens = {limit}, raise it and resume"
             )
 
-    def _store(self, key: str, answer: Answer, messages: list[Message]) -> None:
-        estimate = _estimate_tokens([*messages, Message("assistant", answer.content)])
-        tokens = answer.context_tokens if answer.tokens.reported else estimate
-        self._answers[key] = answer.content
-        self.tokens += tokens
-        self._append({"key": key, "model": self._name, "tokens": tokens, "answer": answer.content})
+    def _append(self, key: str, answer: str | None, requests: int, tokens: int) -> None:
+        """Append a line to the cache. None says that there is no usable answer."""
+        row = {"key": key, "model": self._name, "requests": requests, "tokens": tokens, "answer": answer}
+        with self._path.open("ab") as file:
+            file.write(orjson.dumps(row) + b"\n")
 
     def _forget(self, keys: list[str]) -> None:
         for key in keys:
             if self._answers.pop(key, None) is not None:
-                self._append({"key": key, "model": self._name, "tokens": 0, "answer": None})
-
-    def _append(self, row: dict[str, Any]) -> None:
-        with self._path.open("ab") as file:
-            file.write(orjson.dumps(row) + b"\n")
+                self._append(key, None, 0, 0)
 
     async def close(self) -> None:
         if isinstance(self._chat, ChatClient | LocalChat):
@@ -180,8 +218,8 @@ def _estimate_tokens(messages: list[Message]) -> int:
 
 
 def _read_cache(path: Path) -> tuple[dict[str, str], int, int]:
-    """Return (answers by key, tokens, number of answers), forgotten answers in the last two only. A torn last line,
-    which a kill leaves, is removed."""
+    """Return (answers by key, tokens, requests), with requests that got no usable answer in the last two only. A torn
+    last line, which a kill leaves, is removed."""
     if not path.is_file():
         return {}, 0, 0
     data = path.read_bytes()
@@ -192,4 +230,4 @@ def _read_cache(path: Path) -> tuple[dict[str, str], int, int]:
     rows = [orjson.loads(line) for line in whole.splitlines()]
     answers = {row["key"]: row["answer"] for row in rows}
     known = {key: answer for key, answer in answers.items() if answer is not None}
-    return known, sum(row["tokens"] for row in rows), sum(row["answer"] is not None for row in rows)
+    return known, sum(row["tokens"] for row in rows), sum(row["requests"] for row in rows)

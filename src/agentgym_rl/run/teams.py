@@ -138,8 +138,8 @@ def games_of(groups: Iterable[Group]) -> Sequence[tuple[Trajectory, list[Traject
     """Return (an episode of the learner, those of other players) of every game that did not fail."""
     games: dict[tuple[str, str, str], list[Trajectory]] = {}
     for trajectory in (t for group in groups for t in group.trajectories if t.stop is not StopReason.ERROR):
-        head, _, member, attempt = trajectory.id.rsplit("-", 3)
-        games.setdefault((head, member, attempt), []).append(trajectory)
+        head, member, attempt = trajectory.id.rsplit("-", 2)
+        games.setdefault((head.removesuffix(f"-{trajectory.role}"), member, attempt), []).append(trajectory)
     return [
         (learner, [t for t in game if t.player != LEARNER])
         for game in games.values()

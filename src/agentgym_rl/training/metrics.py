@@ -9,7 +9,7 @@ from hashlib import blake2b
 from itertools import pairwise
 from math import comb, fsum
 from operator import mul
-from statistics import fmean, pstdev
+from statistics import fmean, median, pstdev
 
 from agentgym_rl.types import ENVIRONMENT, Group, Sample, StopReason, Task, Trajectory
 
@@ -121,6 +121,8 @@ def _means(groups: list[Group], digests: Mapping[int, Digest]) -> dict[str, floa
         "reward/mean": _mean(t.reward for t in trajectories),
         "success/mean": _mean(t.success for t in trajectories),
         "turns/mean": _mean(t.num_turns for t in trajectories),
+        "turns/median": float(median(t.num_turns for t in trajectories)),
+        "turns/max": float(max(t.num_turns for t in trajectories)),
         "truncated/rate": _share(trajectories, lambda t: t.stop is not None and t.stop.truncated),
         "truncated/horizon_rate": _share(trajectories, lambda t: t.stop is StopReason.MAX_TURNS),
         "truncated/length_rate": _share(trajectories, lambda t: t.stop is StopReason.LENGTH),

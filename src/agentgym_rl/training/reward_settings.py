@@ -126,9 +126,11 @@ class JudgeSettings(SettingsSection):
     concurrency: int = 16
     """Requests at the same time."""
     max_calls: int = 10_000
-    """Most answers that the run may ask for, over all its processes. Answers from the cache cost nothing."""
+    """Most requests of the run, over all its processes, retries and failed ones included. Answers from the cache cost
+    nothing."""
     max_total_tokens: int = 0
-    """Most tokens of prompts and answers together, over all processes of the run. 0 means no limit."""
+    """Most tokens of prompts and answers together, over all processes of the run. A failed request counts with its
+    prompt. 0 means no limit."""
 
     def __post_init__(self) -> None:
         require_minimums(self, temperature=0, max_new_tokens=1, max_chars=200, retries=0, concurrency=1, max_calls=1)

@@ -8,7 +8,7 @@ import os
 import random
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import Any, Protocol
@@ -184,9 +184,14 @@ class ChatClient:
             raise ConfigError(f"cannot set up an HTTP client ({error}): check the proxy variables") from error
 
     async def complete(
-        self, messages: list[Message], sampling: Sampling, tools: Sequence[dict[str, Any]] = ()
+        self,
+        messages: list[Message],
+        sampling: Sampling,
+        tools: Sequence[dict[str, Any]] = (),
+        on_request: Callable[[], None] | None = None,
     ) -> Answer:
-        """Return the model's next message. `tools` are JSON schemas of the functions it may call."""
+        """Return the model's next message. `tools` are JSON schemas of the functions it may call. `on_request` is
+        called before every request that is sent, the retries included; an error that it raises ends the attempts."""
         body: dict[str, Any] = {
             "model": self.model,
             "messages": [to_openai(m) for m in messages],
@@ -202,7 +207,7 @@ class ChatClient:
         if sampling.seed is not None:
             body["seed"] = sampling.seed
         try:
-            answer: Answer = await self._with_retries(body)
+            answer: Answer = await self._with_retries(body, on_request)
         except ContextOverflow:
             raise  # the episode's own trouble
         except EngineError as error:
@@ -215,11 +220,13 @@ class ChatClient:
         self.answers += 1
         return answer
 
-    async def _with_retries(self, body: dict[str, Any]) -> Any:
+    async def _with_retries(self, body: dict[str, Any], on_request: Callable[[], None] | None = None) -> Any:
         """Send a request until it is answered, with retries."""
         attempt = 0
         while True:
             await self._limiter.wait()
+            if on_request is not None:
+                on_request()
             try:
                 return await self._once(body)
             except _Transient as error:
