@@ -85,7 +85,30 @@ def section(records: Sequence[Record], task: str) -> str:
     for arm, runs in arms.items():
         cells = [percent_with_range(success_at_tokens(runs, x)) for x in (0, tokens / 2, tokens)]
         lines.append(f"| {arm} | {fmean(record['steps'] for record in runs):.0f} | {' | '.join(cells)} |")
+    if task == "lock":
+        lines += ["", *attempts(arms)]
     return "\n".join([*lines, "", SETTINGS[task]])
+
+
+ATTEMPTS = {
+    "success_1": "attempt 1",
+    "success_2": "attempt 2",
+    "wrong_to_right": "wrong → right",
+    "right_to_wrong": "right → wrong",
+    "sampled_twice": "two first attempts",
+}
+"""Columns of the table of attempts, by the name in a record."""
+
+
+def attempts(arms: dict[str, list[Record]]) -> list[str]:
+    """Return a table of the last evaluation by attempt: whether the second beats a first one that is sampled twice."""
+    lines = [f"| | {' | '.join(ATTEMPTS.values())} | attempt 2 beats two first attempts |", f"|{'---|' * 7}"]
+    for arm, runs in arms.items():
+        last = [run["after"]["attempts"] for run in runs]
+        cells = [percent_with_range([attempt[name] for attempt in last]) for name in ATTEMPTS]
+        wins = sum(attempt["success_2"] > attempt["sampled_twice"] for attempt in last)
+        lines.append(f"| {arm} | {' | '.join(cells)} | {wins} of {len(runs)} seeds |")
+    return lines
 
 
 def page(records: list[Record]) -> str:

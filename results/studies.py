@@ -393,6 +393,43 @@ def asynchronous_textcraft(seeds: list[int] | None) -> list[Job]:
     ]
 
 
+QUICKSTART_LEVELS = (
+    'environments.0.subsets=["GoToRedBallGrey", "GoToRedBall", "GoToRedBlueBall", "OpenDoorLoc", "PickupAbove"]'
+)
+GOTO_LEVELS = 'environments.0.subsets=["GoToRedBallGrey", "GoToRedBall", "GoToRedBlueBall"]'
+QUICKSTART_START = (
+    "model.scratch={hidden_size=96, intermediate_size=256, num_layers=2, num_heads=4}",
+    QUICKSTART_LEVELS,
+    *("data.episodes=4000", "data.max_turns=3", "sft.batch_size=8", "sft.optimizer.lr=5e-3"),
+    *("eval.episodes=100", "eval.max_turns=50", "agent.max_context=4096"),
+)
+"""The quickstart's model and its imitation of random play, as settings of the recipe evidence/babyai-base.toml."""
+LONG_QUICKSTART = (
+    *(GOTO_LEVELS, "horizon.kind=fixed", "horizon.turns=[50]", "agent.max_context=4096", "rl.keep_cache=true"),
+    *("rl.kl_coef=0.03", "rl.optimizer.lr=5e-4"),
+    *("rl.groups_per_step=4", "rl.group_size=8", "rl.steps=60", "eval.every=60", "eval.max_turns=50"),
+    *("scale.learners=1", "scale.engines=1", "scale.env_hosts=1", "scale.layout=disaggregated"),
+    *("scale.learner_cpus=0.5", "scale.engine_cpus=0.5", "scale.env_host_cpus=0.5"),
+)
+"""GoTo levels with 50 turns and 32 episodes a step, an engine and a learner with a processor core each."""
+
+
+def asynchronous_long(seeds: list[int] | None) -> list[Job]:
+    """Return the quickstart's model with 50 turns, synchronous and with a bound of staleness. It needs two idle cores
+    and --jobs 1.
+
+    Most episodes end early, and a synchronous step waits for the longest one.
+    """
+    jobs: list[Job] = []
+    for seed in seeds if seeds is not None else range(3):
+        start = Job(name=f"long-quickstart-start-{seed}", arm="SFT", task="babyai", seed=seed)
+        jobs.append(replace(start, recipe="evidence/babyai-base.toml", arguments=QUICKSTART_START))
+        run = Job(name="long-quickstart", arm="", task="babyai", seed=seed, recipe="evidence/babyai-rl.toml")
+        run = replace(run, arguments=(f"model.path={{{start.name}}}", *LONG_QUICKSTART))
+        jobs += [stale(bound, run) for bound in (0, 2)]
+    return jobs
+
+
 def qwen_asynchronous(seeds: list[int] | None) -> list[Job]:
     """Return Qwen2.5-Coder after a short imitation on BabyAI with 50 turns, 16 (1.5B) or 32 episodes a step:
     synchronous, and with bounds of staleness. It needs one GPU.
@@ -476,7 +513,7 @@ AGAINST_GRPO: dict[str, dict[str, tuple[str, ...]]] = {
 """Settings by task and arm: GRPO, and a method that changes the groups, the reward or the opponent."""
 AGAINST_GRPO_TASKS = {
     "keydoor": ("evidence/keydoor-rl.toml", ("model.path={base-keydoor}",)),
-    "lock": ("../examples/lock.toml", ("environments.0.name=examples.lock:Lock", "eval.every=8")),
+    "lock": ("../examples/lock.toml", ("environments.0.name=examples.lock:Lock", "eval.every=8", "eval.samples=2")),
     "nim": ("nim/league.toml", ("team.roles.second.eval_policy=oracle",)),
 }
 """Recipe and common settings of each task."""
@@ -557,6 +594,7 @@ STUDIES: dict[str, Callable[[list[int] | None], list[Job]]] = {
     "long-context": long_context,
     "asynchronous": asynchronous,
     "asynchronous-textcraft": asynchronous_textcraft,
+    "asynchronous-long": asynchronous_long,
     "qwen-asynchronous": qwen_asynchronous,
     "trees": trees,
     "qwen-trees": qwen_trees,

@@ -41,6 +41,8 @@ CURVES = (
     "success/mean",
     "reward/mean",
     "turns/mean",
+    "turns/median",
+    "turns/max",
     "truncated/rate",
     "truncated/horizon_rate",
     "actions/invalid_rate",

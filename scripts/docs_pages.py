@@ -11,6 +11,7 @@ import dataclasses
 import importlib
 import inspect
 import json
+import math
 import re
 import statistics
 import subprocess
@@ -509,6 +510,50 @@ def asynchronous_times(study: str) -> str:
     return table(["model and step", "`rl.max_staleness`", *times, "success (95% interval), %"], rows)
 
 
+RACE_SUCCESS, RACE_WINDOW = 0.85, 10
+"""Success that the runs of `asynchronous-long` race to, and the steps over which it is averaged."""
+
+
+def asynchronous_race(study: str) -> str:
+    """Return the time that a study's runs need for a fixed success, by bound of staleness, over the seeds."""
+    runs: dict[str, dict[int, dict[str, Any]]] = {}
+    for path in sorted((ROOT / "results" / study).glob("*staleness*.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        runs.setdefault(record["arm"].removeprefix("max_staleness "), {})[record["seed"]] = record
+    synchronous = {seed: time_to_success(record) for seed, record in runs["0"].items()}
+    rows = []
+    for bound, records in runs.items():
+        times = {seed: time_to_success(record) for seed, record in records.items()}
+        ratios = [synchronous[seed] / seconds for seed, seconds in times.items()]
+        curves = [record["curves"] for record in records.values()]
+        slowest = [x / y for curve in curves for x, y in zip(curve["turns/max"], curve["turns/median"], strict=True)]
+        rows.append(
+            [
+                f"`{bound}`",
+                f"{statistics.fmean(x for curve in curves for x in curve['time/step_s']):.2f} s",
+                f"{statistics.fmean(x for curve in curves for x in curve['time/learn_s']):.2f} s",
+                f"{statistics.median(slowest):.0f}×",
+                ", ".join(f"{seconds:.0f}" for seconds in times.values()) + " s",
+                f"**{statistics.fmean(ratios):.2f}×** ({min(ratios):.2f} to {max(ratios):.2f})",
+                pooled_success(list(records.values())),
+            ]
+        )
+    header = ["`rl.max_staleness`", "a step", "learning", "slowest episode", f"time to {100 * RACE_SUCCESS:.0f}%"]
+    return table([*header, "faster than synchronous", "success (95% interval), %"], rows)
+
+
+def time_to_success(record: dict[str, Any]) -> float:
+    """Return the seconds of a run up to the first step at which the mean success of its last steps is RACE_SUCCESS.
+
+    It is infinite if there is none.
+    """
+    success, seconds = record["curves"]["success/mean"], record["curves"]["time/step_s"]
+    for step in range(RACE_WINDOW, len(success) + 1):
+        if statistics.fmean(success[step - RACE_WINDOW : step]) >= RACE_SUCCESS:
+            return sum(seconds[:step])
+    return math.inf
+
+
 def pooled_success(records: list[dict[str, Any]]) -> str:
     """Return the success of runs after training, in percent, with its 95% interval over their episodes."""
     from agentgym_rl.common.intervals import wilson_interval
@@ -581,6 +626,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "host-turns": host_turns,
     "asynchronous": lambda: asynchronous("asynchronous"),
     "asynchronous-textcraft": lambda: asynchronous("asynchronous-textcraft"),
+    "asynchronous-long": lambda: asynchronous_race("asynchronous-long"),
     "qwen-asynchronous": lambda: asynchronous_times("qwen-asynchronous"),
     "load": load,
     "reading-lengths": reading_lengths,
