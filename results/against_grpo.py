@@ -14,7 +14,7 @@ from records import (
     Record,
     common_tokens,
     compare_seeds,
-    describe_missing,
+    completeness,
     percent_with_range,
     runs_of,
     success_at_tokens,
@@ -112,10 +112,9 @@ def attempts(arms: dict[str, list[Record]]) -> list[str]:
 
 
 def page(records: list[Record]) -> str:
-    missing = describe_missing("against-grpo", records)
     limits = [
         "- Tiny models and easy games: it says little about language models.",
-        *([f"- {missing[0].upper()}{missing[1:]}."] if missing else []),
+        *completeness(records, "against-grpo"),
     ]
     seeds = len({record["seed"] for record in runs_of(records)})
     sections = "\n\n".join(section(records, task) for task in AGAINST_GRPO)

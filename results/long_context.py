@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from figures import draw_legend, draw_seeds, label_y_in_percent, new_figure, set_title
-from records import Record, describe_missing, percent_with_range, runs_of
+from records import Record, completeness, percent_with_range, runs_of
 from studies import LONG_CONTEXTS
 from study_page import write_page
 
@@ -103,14 +103,13 @@ def page(records: list[Record]) -> str:
     runs = [run for arm in LONG_CONTEXTS for run in runs_of_arm(records, arm)]
     episodes = runs[0]["evaluations"][-1]["episodes"]
     low, high = wilson_interval(episodes // 2, episodes)
-    missing = describe_missing("long-context", records)
     limits = [
         "- A tiny model from scratch and a task that needs little memory: a maze of nine rooms. It shows that long",
         "  episodes play and learn, not that summaries carry knowledge.",
         f"- {episodes} episodes per evaluation: a rate of 50% has a 95% interval of {100 * low:.0f} to "
         f"{100 * high:.0f}%.",
         "- Equal steps are not equal tokens: truncated episodes are shorter.",
-        *([f"- {missing[0].upper()}{missing[1:]}."] if missing else []),
+        *completeness(records, "long-context"),
     ]
     minutes = [run["seconds"] / 60 for run in runs]
     return PAGE.format(

@@ -38,6 +38,14 @@ def describe_missing(study: str, records: Sequence[Record]) -> str:
     return "no record of " + "; ".join(parts)
 
 
+def completeness(records: Sequence[Record], *studies: str) -> list[str]:
+    """Return the lines of a page about its records: the jobs without one, and the commits of the others."""
+    missing = [sentence for study in studies if (sentence := describe_missing(study, records))]
+    commits = sorted({record["commit"] for record in records if "commit" in record})
+    runs = [f"- Each record names the commit of its run: {', '.join(commits)}."] if commits else []
+    return [*(f"- {each[0].upper()}{each[1:]}." for each in missing), *runs]
+
+
 def _listed(seeds: Sequence[int]) -> str:
     return ", ".join(map(str, seeds))
 

@@ -282,6 +282,14 @@ def distillation(task: str, seeds: list[int]) -> list[Job]:
     return jobs
 
 
+DAGGER_ARMS = {
+    "DAgger": ("thoughts", "dagger.correct_thoughts=true"),
+    "DAgger, actions only": ("actions", "dagger.correct_thoughts=false"),
+    "DAgger, wrong thoughts": ("wrong-thoughts", "warm_start.wrong_thoughts=0.2"),
+}
+"""Name of the jobs and setting by arm. The last one has wrong thoughts and their corrections in its demonstrations."""
+
+
 def teachers(seeds: list[int] | None) -> list[Job]:
     """Return distillation on two tasks (three seeds), DAgger with SmolLM2-135M on TextCraft (two), and a 1.5B judge of
     0.5B answers (one)."""
@@ -289,11 +297,10 @@ def teachers(seeds: list[int] | None) -> list[Job]:
     jobs = [job for task in ("textcraft", "babyai") for job in distillation(task, chosen)]
     held_out = (*subsets("depth1", "depth2"), "--samples", "4", "--turns", "12", *SMOLLM2_HELD_OUT["textcraft"][-4:])
     for seed in chosen[:2]:
-        for arm, corrected in {"DAgger": "true", "DAgger, actions only": "false"}.items():
-            name = f"dagger-{'thoughts' if corrected == 'true' else 'actions'}-{seed}"
+        for arm, (label, setting) in DAGGER_ARMS.items():
+            name = f"dagger-{label}-{seed}"
             run = Job(name=name, arm=arm, task="textcraft", seed=seed, recipe="smollm2/textcraft_dagger.toml")
-            model = f"model.path={{{QWEN_SIZES['135M']}}}"
-            jobs.append(replace(run, arguments=(model, f"dagger.correct_thoughts={corrected}")))
+            jobs.append(replace(run, arguments=(f"model.path={{{QWEN_SIZES['135M']}}}", setting)))
             jobs.append(evaluated(f"eval-{name}", name, arm, "textcraft", seed, held_out))
     for seed in chosen[:1]:
         length = ("rl.steps=40", "rl.optimizer.lr=3e-6", "eval.every=20")

@@ -15,7 +15,7 @@ from records import (
     Record,
     common_tokens,
     compare_seeds,
-    describe_missing,
+    completeness,
     percent_with_range,
     runs_of,
     success_at_tokens,
@@ -124,14 +124,13 @@ def collapse(run: Record) -> str:
 
 
 def page(records: list[Record]) -> str:
-    missing = [each for study in ("trees", "qwen-trees") if (each := describe_missing(study, records))]
     sections = [f"## {TASKS[task]}\n\n{claim(runs)}\n\n{table(runs)}" for task, runs in by_task(records).items()]
     limits = [
         "- Few seeds and short runs. A tiny model and an easy game say little about language models.",
         "- Equal sampled tokens are not equal time: rounds of branching wait for each other.",
         *(collapse(run) for run in runs_by_seed(records) if collapsed(run)),
         *(f"- Run {r['job']} was stopped {r['stopped']}." for r in records if "stopped" in r),
-        *(f"- {each[0].upper()}{each[1:]}." for each in missing),
+        *completeness(records, "trees", "qwen-trees"),
     ]
     return PAGE.format(sections="\n\n".join(sections), limits="\n".join(limits))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -154,3 +155,11 @@ def test_settings_that_correction_cannot_use_are_refused() -> None:
     too_short: dict[str, Any] = {"horizon__turns": [2], "agent__style": "reflect", "agent__retry": "always"}
     with pytest.raises(ValueError, match=r"compares 3 attempts .* needs a horizon of at least 5 turns, got 2"):
         counting_config(rl__kl_coef=0.1, rl__correction={}, agent__turns_per_attempt=1, **too_short)
+
+
+def test_a_second_stage_that_is_not_reached_is_named() -> None:
+    assert not replace(SETTINGS, steps=4).stage_problem()
+    assert not replace(SETTINGS, steps=0).stage_problem()
+    assert not RLSettings(steps=1).stage_problem()
+    problem = replace(SETTINGS, steps=3).stage_problem()
+    assert "first_stage_steps = 3 leaves none of rl.steps = 3" in problem

@@ -418,6 +418,7 @@ def test_scores_out_of_range_or_missing_are_unreadable(answer: str) -> None:
 
 def test_answers_are_read_from_their_last_line() -> None:
     assert read_numbers("Score: 1\nNo.\n**Score:** 7/10", "Score", 1, 0, 10) == [7.0]
+    assert read_numbers("Final Score: 7 out of 10", "Score", 1, 0, 10) == [7.0]
     assert read_numbers("- scores: 1, 2.5 , 10", "Scores", 3, 0, 10) == [1.0, 2.5, 10.0]
     assert read_ranking("Ranking: 2 > 1 > 3", 3) == [2, 1, 3]
     with pytest.raises(ValueError, match="each of the 3 episodes once"):

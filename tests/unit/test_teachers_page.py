@@ -52,8 +52,8 @@ def searchqa_records(turns: list[float]) -> list[dict[str, Any]]:
 
 def test_judged_answers_are_compared_with_exact_match() -> None:
     page = teachers.page(searchqa_records([3.0] * 10))
-    assert "*exact match and the judge's score* is not ahead, with one seed" in page
-    assert "| exact match and the judge's score | 50.0% (9–91) | 0.50 → 0.99 | 3.0 → 3.0 |" in page
+    assert "*exact match, the judge's score and length* is not ahead, with one seed" in page
+    assert "| exact match, the judge's score and length | 50.0% (9–91) | 0.50 → 0.99 | 3.0 → 3.0 |" in page
     assert "this small judge is fooled" not in page
 
 

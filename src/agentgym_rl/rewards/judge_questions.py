@@ -132,10 +132,10 @@ def _cut(text: str, limit: int) -> str:
 def read_numbers(answer: str, label: str, count: int, low: float, high: float) -> list[float]:
     """Return the numbers of the last line `label: …`. Raise UnreadableAnswer if there are not `count` of them."""
     wanted = f"The answer must end with one line `{label}: {', '.join(['N'] * min(count, 3))}`, {count} in all,"
-    lines = re.findall(rf"(?:^|\n)[^\w\n]*{label}[^\w\n]*:\s*(.+)", answer, flags=re.IGNORECASE)
+    lines = re.findall(rf"(?:^|\n)[^\w\n]*(?:(?:final|overall) )?{label}[^\w\n]*:\s*(.+)", answer, flags=re.IGNORECASE)
     if not lines:
         raise UnreadableAnswer(f"{wanted} it has none.")
-    line = re.sub(rf"/\s*{high:g}\b", "", lines[-1])  # `7/10`
+    line = re.sub(rf"(?:/|\bout of)\s*{high:g}\b", "", lines[-1])  # `7/10`
     numbers = [float(number) for number in re.findall(_NUMBER, line)]
     if len(numbers) != count or not all(low <= number <= high for number in numbers):
         raise UnreadableAnswer(f"{wanted} from {low:g} to {high:g}, got {lines[-1]!r:.80}.")

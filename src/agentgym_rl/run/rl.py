@@ -63,6 +63,8 @@ class RLRun(Run):
         self.rewards = make_rewards(config.rewards, config.judge, self.log.root / CACHE_NAME)
         if problem := budget_problem(config.rewards, config.judge, *config.judged_groups()):
             self.warn("judge_budget", problem)
+        if problem := config.rl.stage_problem():
+            self.warn("correction_stage", problem)
         # Judges and teachers read the episodes here.
         keep = self.rewards is None and config.rl.distill is None and config.rl.correction is None
         playing = backend.collector("train-", None, config.agent.temperature, keep_tokens=keep)

@@ -476,6 +476,15 @@ class RLSettings(SettingsSection):
         if not self.kl_coef:
             yield "correction holds the first attempt near the reference model: set kl_coef above 0"
 
+    def stage_problem(self) -> str:
+        """Return why the second stage of self-correction is not reached, or nothing."""
+        if self.correction is None or not 0 < self.steps <= self.correction.first_stage_steps:
+            return ""
+        return (
+            f"rl.correction.first_stage_steps = {self.correction.first_stage_steps} leaves none of rl.steps = "
+            f"{self.steps} for both attempts to learn: lower it"
+        )
+
     @property
     def updates_per_step(self) -> int:
         return self.epochs * self.minibatches
