@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from asynchronous_studies import asynchronous, asynchronous_long, asynchronous_textcraft, qwen_asynchronous
 from jobs import PRETRAINED, Job, chance, evaluated, fill, subsets
 from qwen_studies import (
     QWEN,
@@ -363,104 +364,6 @@ def long_context(seeds: list[int] | None) -> list[Job]:
             run = Job(name=f"{arm}-long-maze-{seed}", arm=arm, task="maze", seed=seed, arguments=arguments)
             jobs.append(replace(run, recipe="evidence/long-maze-rl.toml"))
     return jobs
-
-
-STALENESS_BOUNDS = (0, 1, 2, 4)
-"""Steps that groups may be old at most, in the study of asynchronous groups."""
-
-LONG_EPISODES = (
-    *("horizon.kind=fixed", "horizon.turns=[50]", "agent.max_context=6144", "rl.keep_cache=true"),
-    *("rl.groups_per_step=4", "agent.concurrency=256"),
-)
-"""Settings under which the slowest episode of a step takes many times as long as the median."""
-ASYNCHRONOUS_STEPS = {
-    "1.5B": ("rl.group_size=4", "rl.steps=96", "eval.every=24", "eval.episodes=204"),
-    "0.5B": ("rl.steps=60", "eval.every=20", "eval.episodes=204", "rl.optimizer.lr=6e-6"),
-}
-"""Settings by size of the model. With 1.5B and 32 episodes a step, learning is half of a synchronous step."""
-
-
-def asynchronous(seeds: list[int] | None) -> list[Job]:
-    """Return the quickstart with each bound of staleness."""
-    return [
-        stale(bound, Job(name="quickstart", arm="", task="babyai", seed=seed, recipe="quickstart.toml"))
-        for seed in (seeds if seeds is not None else range(3))
-        for bound in STALENESS_BOUNDS
-    ]
-
-
-def asynchronous_textcraft(seeds: list[int] | None) -> list[Job]:
-    """Return SmolLM2-135M on TextCraft with each bound of staleness: an imitation and 60 steps. It needs one GPU."""
-    settings = (f"model.path={{{PRETRAINED}}}", "rl.steps=60", "horizon.steps_per_stage=20", "eval.every=60")
-    recipe = Job(name="smollm2-textcraft", arm="", task="textcraft", seed=0, recipe="smollm2/textcraft.toml")
-    return [
-        stale(bound, replace(recipe, seed=seed, arguments=settings))
-        for seed in (seeds if seeds is not None else range(3))
-        for bound in STALENESS_BOUNDS
-    ]
-
-
-QUICKSTART_LEVELS = (
-    'environments.0.subsets=["GoToRedBallGrey", "GoToRedBall", "GoToRedBlueBall", "OpenDoorLoc", "PickupAbove"]'
-)
-GOTO_LEVELS = 'environments.0.subsets=["GoToRedBallGrey", "GoToRedBall", "GoToRedBlueBall"]'
-QUICKSTART_START = (
-    "model.scratch={hidden_size=96, intermediate_size=256, num_layers=2, num_heads=4}",
-    QUICKSTART_LEVELS,
-    *("data.episodes=4000", "data.max_turns=3", "sft.batch_size=8", "sft.optimizer.lr=5e-3"),
-    *("eval.episodes=100", "eval.max_turns=50", "agent.max_context=4096"),
-)
-"""The quickstart's model and its imitation of random play, as settings of the recipe evidence/babyai-base.toml."""
-LONG_QUICKSTART = (
-    *(GOTO_LEVELS, "horizon.kind=fixed", "horizon.turns=[50]", "agent.max_context=4096", "rl.keep_cache=true"),
-    *("rl.kl_coef=0.03", "rl.optimizer.lr=5e-4"),
-    *("rl.groups_per_step=4", "rl.group_size=8", "rl.steps=60", "eval.every=60", "eval.max_turns=50"),
-    *("scale.learners=1", "scale.engines=1", "scale.env_hosts=1", "scale.layout=disaggregated"),
-    *("scale.learner_cpus=0.5", "scale.engine_cpus=0.5", "scale.env_host_cpus=0.5"),
-)
-"""GoTo levels with 50 turns and 32 episodes a step, an engine and a learner with a processor core each."""
-
-
-def asynchronous_long(seeds: list[int] | None) -> list[Job]:
-    """Return the quickstart's model with 50 turns, synchronous and with a bound of staleness. It needs two idle cores
-    and --jobs 1.
-
-    Most episodes end early, and a synchronous step waits for the longest one.
-    """
-    jobs: list[Job] = []
-    for seed in seeds if seeds is not None else range(3):
-        start = Job(name=f"long-quickstart-start-{seed}", arm="SFT", task="babyai", seed=seed)
-        jobs.append(replace(start, recipe="evidence/babyai-base.toml", arguments=QUICKSTART_START))
-        run = Job(name="long-quickstart", arm="", task="babyai", seed=seed, recipe="evidence/babyai-rl.toml")
-        run = replace(run, arguments=(f"model.path={{{start.name}}}", *LONG_QUICKSTART))
-        jobs += [stale(bound, run) for bound in (0, 2)]
-    return jobs
-
-
-def qwen_asynchronous(seeds: list[int] | None) -> list[Job]:
-    """Return Qwen2.5-Coder after a short imitation on BabyAI with 50 turns, 16 (1.5B) or 32 episodes a step:
-    synchronous, and with bounds of staleness. It needs one GPU.
-
-    Most episodes end early, and a synchronous step waits for the longest one.
-    """
-    jobs: list[Job] = []
-    for seed in seeds if seeds is not None else range(1):
-        for size, steps in ASYNCHRONOUS_STEPS.items():
-            label, task = ("-16", "babyai, 16 episodes") if size == "1.5B" else (f"-{size}", f"babyai, {size}")
-            start = Job(name=f"async-sft{label}-{seed}", arm="SFT", task="babyai", seed=seed)
-            imitation = (f"model.path={{{QWEN_SIZES[size]}}}", "data.episodes=192", "sft.epochs=1")
-            jobs.append(replace(start, recipe="qwen/babyai-sft.toml", arguments=imitation))
-            run = Job(name=f"qwen-async-babyai{label}", arm="", task=task, seed=seed, recipe="qwen/babyai.toml")
-            run = replace(run, arguments=(f"model.path={{{start.name}}}", *LONG_EPISODES, *steps))
-            jobs += [stale(bound, run) for bound in (0, 4, 1) if size == "1.5B" or bound != 1]
-    return jobs
-
-
-def stale(bound: int, job: Job) -> Job:
-    """Return the job with a bound of staleness, in its name and its arm."""
-    name = f"{job.name}-staleness-{bound}-{job.seed}"
-    arguments = (*job.arguments, f"rl.max_staleness={bound}")
-    return replace(job, name=name, arm=f"max_staleness {bound}", arguments=arguments)
 
 
 TREE_ARMS: dict[str, tuple[str, ...]] = {
