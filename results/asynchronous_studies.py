@@ -42,41 +42,25 @@ def asynchronous_textcraft(seeds: list[int] | None) -> list[Job]:
     ]
 
 
-QUICKSTART_LEVELS = (
-    'environments.0.subsets=["GoToRedBallGrey", "GoToRedBall", "GoToRedBlueBall", "OpenDoorLoc", "PickupAbove"]'
+LONG_SMOLLM2 = (
+    f"model.path={{{QWEN_SIZES['135M']}}}",
+    *("horizon.kind=fixed", "horizon.turns=[50]", "agent.max_context=6144"),
+    *("rl.groups_per_step=8", "rl.steps=120", "eval.every=120", "eval.max_turns=50"),
 )
-GOTO_LEVELS = 'environments.0.subsets=["GoToRedBallGrey", "GoToRedBall", "GoToRedBlueBall"]'
-QUICKSTART_START = (
-    "model.scratch={hidden_size=96, intermediate_size=256, num_layers=2, num_heads=4}",
-    QUICKSTART_LEVELS,
-    *("data.episodes=4000", "data.max_turns=3", "sft.batch_size=8", "sft.optimizer.lr=5e-3"),
-    *("eval.episodes=100", "eval.max_turns=50", "agent.max_context=4096"),
-)
-"""The quickstart's model and its imitation of random play, as settings of the recipe evidence/babyai-base.toml."""
-LONG_QUICKSTART = (
-    *(GOTO_LEVELS, "horizon.kind=fixed", "horizon.turns=[50]", "agent.max_context=4096"),
-    *("rl.kl_coef=0.03", "rl.optimizer.lr=2.5e-4"),
-    *("rl.groups_per_step=4", "rl.group_size=4", "rl.steps=120", "eval.every=120", "eval.max_turns=50"),
-    *("scale.learners=1", "scale.engines=1", "scale.env_hosts=1", "scale.layout=disaggregated"),
-    *("scale.learner_cpus=0.5", "scale.engine_cpus=0.5", "scale.env_host_cpus=0.5"),
-)
-"""GoTo levels with 50 turns and 16 episodes a step, an engine and a learner with a processor core each."""
+"""SmolLM2-135M from the base model, with 50 turns and 64 episodes a step."""
 
 
 def asynchronous_long(seeds: list[int] | None) -> list[Job]:
-    """Return the quickstart's model with 50 turns, synchronous and with a bound of staleness. It needs two idle cores
-    and --jobs 1.
+    """Return SmolLM2-135M on BabyAI with 50 turns, synchronous and with a bound of staleness. It needs one GPU.
 
     Most episodes end early, and a synchronous step waits for the longest one.
     """
-    jobs: list[Job] = []
-    for seed in seeds if seeds is not None else range(3):
-        start = Job(name=f"long-quickstart-start-{seed}", arm="SFT", task="babyai", seed=seed)
-        jobs.append(replace(start, recipe="evidence/babyai-base.toml", arguments=QUICKSTART_START))
-        run = Job(name="long-quickstart", arm="", task="babyai", seed=seed, recipe="evidence/babyai-rl.toml")
-        run = replace(run, arguments=(f"model.path={{{start.name}}}", *LONG_QUICKSTART))
-        jobs += [stale(bound, run) for bound in (2, 0)]
-    return jobs
+    run = Job(name="smollm2-long-babyai", arm="", task="babyai", seed=0, recipe="evidence/smollm2-babyai-rl.toml")
+    return [
+        stale(bound, replace(run, seed=seed, arguments=LONG_SMOLLM2))
+        for seed in (seeds if seeds is not None else range(3))
+        for bound in (0, 2)
+    ]
 
 
 def qwen_asynchronous(seeds: list[int] | None) -> list[Job]:

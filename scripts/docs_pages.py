@@ -528,7 +528,6 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "host-turns": host_turns,
     "asynchronous": lambda: asynchronous("success_by_bound", "asynchronous"),
     "asynchronous-textcraft": lambda: asynchronous("success_by_bound", "asynchronous-textcraft"),
-    "asynchronous-long": lambda: asynchronous("race", "asynchronous-long"),
     "qwen-asynchronous": lambda: asynchronous("times", "qwen-asynchronous"),
     "load": load,
     "reading-lengths": reading_lengths,

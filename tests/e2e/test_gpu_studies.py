@@ -12,7 +12,11 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen-trees", "qwen-asynchronous", "qwen-debate", "qwen-babyai", "qwen-searchqa", "qwen-interaction"]
+    "name",
+    [
+        *("asynchronous-long", "qwen-asynchronous", "qwen-babyai", "qwen-debate", "qwen-interaction", "qwen-searchqa"),
+        "qwen-trees",
+    ],
 )
 def test_a_study_runs_to_its_records(
     name: str, tiny_qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -63,13 +63,15 @@ def test_distillation_goes_from_the_teacher_to_records_without_paths(tiny_qwen: 
     for arm in ("staged", "fixed-long"):
         student = written[f"distill-{arm}-textcraft-0"]
         assert student["config"]["rl"]["distill"]["teacher"] == "{qwen-lora-textcraft-0}"
-        assert all(value > 0 for value in student["curves"]["kl/teacher"])
+        # Teacher and student are the same tiny model, up to adapters that have learned nothing.
+        assert student["curves"]["kl/teacher"] == pytest.approx([0.0] * student["steps"], abs=1e-3)
     assert str(tmp_path) not in json.dumps(written)
     assert str(tiny_qwen) not in json.dumps(written)
 
 
-def test_dagger_with_corrected_thoughts_runs(tiny_qwen: Path, tmp_path: Path) -> None:
-    folder = run("dagger-thoughts-0", tiny_qwen, tmp_path)
+@pytest.mark.parametrize("name", ["dagger-thoughts-0", "dagger-wrong-thoughts-0"])
+def test_dagger_with_corrected_thoughts_runs(name: str, tiny_qwen: Path, tmp_path: Path) -> None:
+    folder = run(name, tiny_qwen, tmp_path)
     first = read_metrics(folder / "metrics.jsonl")[0]
     assert first["round/labelled"] > 0
     assert "round/corrected" in first
