@@ -5,6 +5,12 @@ import agentgym_rl as ag
 summary = ag.train("quickstart", {"rl.steps": 20})
 """
 
+import os
+
+# MKL reads it at its first use. Without it, results of some processors depend on the alignment of memory, and a resumed
+# run would differ from an uninterrupted one in the last digits.
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+
 __version__ = "0.1.0"
 
 _HOMES = {

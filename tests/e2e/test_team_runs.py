@@ -199,7 +199,7 @@ async def test_a_run_ends_if_the_api_of_a_role_stops_answering(tmp_path: Path, m
     """Episodes of its step that failed are recorded. Those that failed beside answers do not end the run."""
     calls, metrics = 0, tmp_path / "run" / "metrics.jsonl"
 
-    async def answer(client: openai.ChatClient, body: dict[str, Any]) -> openai.Answer:
+    async def answer(client: openai.ChatClient, body: dict[str, Any], on_request: object) -> openai.Answer:
         nonlocal calls
         calls += 1
         if calls == 5 or (metrics.exists() and len(read_metrics(metrics)) >= 2):

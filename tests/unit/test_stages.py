@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -241,7 +241,11 @@ class SlowChat:
         self.flight, self.last_group, self.asked = InFlight(), last_group, asyncio.Event()
 
     async def complete(
-        self, messages: list[Message], sampling: Sampling, tools: Sequence[dict[str, Any]] = ()
+        self,
+        messages: list[Message],
+        sampling: Sampling,
+        tools: Sequence[dict[str, Any]] = (),
+        on_request: Callable[[], None] | None = None,
     ) -> Answer:
         self.flight.enter("judging")
         self.asked.set()
