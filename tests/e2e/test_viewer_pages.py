@@ -196,6 +196,8 @@ def test_filters_of_episodes_are_kept_in_the_address(page: Page, url: str, libra
     item.press("Enter")
     expect(page.locator(".list .empty")).to_contain_text("item: Input should be less than")
     expect(page.locator(".total")).to_have_text("0 episodes")
+    page.reload()
+    expect(page.locator(".total")).to_have_text("0 episodes")
     page.get_by_role("button", name="Clear").click()
     expect(page.locator(".total")).to_have_text(f"{TRAINED + HELD_OUT} episodes")
 

@@ -69,6 +69,7 @@ async function browser(route, current, { path, extra, renderRow, open, nouns, or
     const request = ++drawing;
     const { order, mixed, ...rest } = chosen;
     const clearButton = Object.keys(chosen).length ? h("button", { type: "button", class: "quiet", onclick: clear }, "Clear") : null;
+    fill(tools, total, orders ? select(ORDERS, order ?? "step", (value) => change("order", value), "order") : null);
     let facets;
     try {
       facets = await get("facets", { run: id, ...rest });
@@ -97,7 +98,6 @@ async function browser(route, current, { path, extra, renderRow, open, nouns, or
       }),
     );
     fill(further, extra?.(chosen, change), clearButton);
-    fill(tools, total, orders ? select(ORDERS, order ?? "step", (value) => change("order", value), "order") : null);
   }
 
   function clear() {
