@@ -257,6 +257,10 @@ async def test_an_answer_is_asked_for_once_also_by_the_next_process(
     await scored(Group(TASK, [episode("left")]), RUBRIC, judge=again)
     assert server.num_requests == 3
     assert make_judge(server, tmp_path).calls == 3
+    rows = [json.loads(line) for line in (tmp_path / "judge.jsonl").open()]
+    earlier = [json.dumps({k: v for k, v in row.items() if k != "requests"}) + "\n" for row in rows]
+    (tmp_path / "judge.jsonl").write_text("".join(earlier))
+    assert make_judge(server, tmp_path).calls == 3, "of an earlier version"
     await again.close()
 
 

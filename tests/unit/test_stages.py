@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from test_collect import LIMITS, TASKS, Pool
@@ -240,13 +239,7 @@ class SlowChat:
     def __init__(self, last_group: asyncio.Event) -> None:
         self.flight, self.last_group, self.asked = InFlight(), last_group, asyncio.Event()
 
-    async def complete(
-        self,
-        messages: list[Message],
-        sampling: Sampling,
-        tools: Sequence[dict[str, Any]] = (),
-        on_request: Callable[[], None] | None = None,
-    ) -> Answer:
+    async def complete(self, messages: list[Message], sampling: Sampling, *, on_request: Callable[[], None]) -> Answer:
         self.flight.enter("judging")
         self.asked.set()
         await self.last_group.wait()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import orjson
 
@@ -34,11 +34,7 @@ class JudgeChat(Protocol):
     """The interface of a judge's model, which calls `on_request` before every request."""
 
     async def complete(
-        self,
-        messages: list[Message],
-        sampling: Sampling,
-        tools: Sequence[dict[str, Any]] = (),
-        on_request: Callable[[], None] | None = None,
+        self, messages: list[Message], sampling: Sampling, *, on_request: Callable[[], None]
     ) -> Answer: ...
 
 
@@ -48,14 +44,8 @@ class LocalChat:
     def __init__(self, engine: Engine, renderer: Renderer, max_context: int) -> None:
         self._engine, self._renderer, self._max_context = engine, renderer, max_context
 
-    async def complete(
-        self,
-        messages: list[Message],
-        sampling: Sampling,
-        tools: Sequence[dict[str, Any]] = (),
-        on_request: Callable[[], None] | None = None,
-    ) -> Answer:
-        """Return the model's next message. A judge has no tools."""
+    async def complete(self, messages: list[Message], sampling: Sampling, *, on_request: Callable[[], None]) -> Answer:
+        """Return the model's next message."""
         prompt = self._renderer.prompt(messages)
         free = self._max_context - len(prompt)
         if free < 1:
@@ -63,8 +53,7 @@ class LocalChat:
                 f"the judge reads at most {self._max_context} tokens, got a prompt of {len(prompt)}: lower "
                 "judge.max_chars"
             )
-        if on_request is not None:
-            on_request()
+        on_request()
         session = _key(messages)
         max_new_tokens, stops = min(sampling.max_new_tokens, free), self._renderer.stop_token_ids
         sampling = Sampling(max_new_tokens, sampling.temperature, stop_token_ids=stops, seed=0)
@@ -218,8 +207,10 @@ def _estimate_tokens(messages: list[Message]) -> int:
 
 
 def _read_cache(path: Path) -> tuple[dict[str, str], int, int]:
-    """Return (answers by key, tokens, requests), with requests that got no usable answer in the last two only. A torn
-    last line, which a kill leaves, is removed."""
+    """Return (answers by key, tokens, requests), with requests that got no usable answer in the last two only.
+
+    A torn last line, which a kill leaves, is removed. Lines of earlier versions have no number of requests.
+    """
     if not path.is_file():
         return {}, 0, 0
     data = path.read_bytes()
@@ -230,4 +221,8 @@ def _read_cache(path: Path) -> tuple[dict[str, str], int, int]:
     rows = [orjson.loads(line) for line in whole.splitlines()]
     answers = {row["key"]: row["answer"] for row in rows}
     known = {key: answer for key, answer in answers.items() if answer is not None}
-    return known, sum(row["tokens"] for row in rows), sum(row["requests"] for row in rows)
+    return (
+        known,
+        sum(row["tokens"] for row in rows),
+        sum(row.get("requests", row["answer"] is not None) for row in rows),
+    )
