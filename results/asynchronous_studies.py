@@ -43,24 +43,28 @@ def asynchronous_textcraft(seeds: list[int] | None) -> list[Job]:
 
 
 LONG_SMOLLM2 = (
-    f"model.path={{{QWEN_SIZES['135M']}}}",
     *("horizon.kind=fixed", "horizon.turns=[50]", "agent.max_context=6144"),
-    *("rl.groups_per_step=8", "rl.steps=120", "eval.every=120", "eval.max_turns=50"),
+    *("rl.groups_per_step=8", "rl.steps=90", "eval.every=90", "eval.max_turns=50"),
 )
-"""SmolLM2-135M from the base model, with 50 turns and 64 episodes a step."""
+"""50 turns and 64 episodes a step."""
 
 
 def asynchronous_long(seeds: list[int] | None) -> list[Job]:
-    """Return SmolLM2-135M on BabyAI with 50 turns, synchronous and with a bound of staleness. It needs one GPU.
+    """Return SmolLM2-135M on BabyAI with 50 turns, synchronous and with a bound of staleness, from an imitation of 96
+    episodes. It needs one GPU.
 
     Most episodes end early, and a synchronous step waits for the longest one.
     """
-    run = Job(name="smollm2-long-babyai", arm="", task="babyai", seed=0, recipe="evidence/smollm2-babyai-rl.toml")
-    return [
-        stale(bound, replace(run, seed=seed, arguments=LONG_SMOLLM2))
-        for seed in (seeds if seeds is not None else range(3))
-        for bound in (0, 2)
-    ]
+    jobs: list[Job] = []
+    for seed in seeds if seeds is not None else range(3):
+        start = Job(name=f"async-sft-135M-{seed}", arm="SFT", task="babyai", seed=seed)
+        imitation = (f"model.path={{{QWEN_SIZES['135M']}}}", "data.episodes=96", "sft.epochs=1", "eval.max_turns=50")
+        jobs.append(replace(start, recipe="evidence/smollm2-babyai-sft.toml", arguments=imitation))
+        run = Job(name="smollm2-long-babyai", arm="", task="babyai", seed=seed)
+        run = replace(run, recipe="evidence/smollm2-babyai-rl.toml")
+        run = replace(run, arguments=(f"model.path={{{start.name}}}", *LONG_SMOLLM2))
+        jobs += [stale(bound, run) for bound in (0, 2)]
+    return jobs
 
 
 def qwen_asynchronous(seeds: list[int] | None) -> list[Job]:
