@@ -22,6 +22,7 @@ from agentgym_rl.evaluation.statistics import mcnemar_exact, mean_interval, sign
 LEARNED = 0.15
 """Gain in success at the end from which the task counts as learned."""
 SIGNIFICANT = 0.05
+SEEDS = 12
 REPRODUCED = 3
 """Seeds in which fixed-64 must collapse for the collapse to count as reproduced."""
 
@@ -191,8 +192,9 @@ def report(records: Sequence[Record]) -> list[str]:
                 falls = sum(collapsed(b) for _, b, _, _ in pairs)
                 seen = "reproduced" if falls >= REPRODUCED else "not reproduced"
                 collapse = f"The collapse of fixed-64 is {seen} ({falls} of {len(pairs)} seeds)."
+                so_far = "Verdict" if len(pairs) >= SEEDS else f"No verdict before {SEEDS} seeds; so far"
                 lines += [
-                    f"**Verdict: {verdict(outcomes, gain)}.** Largest gain {100 * gain:+.1f} points. {collapse}",
+                    f"**{so_far}: {verdict(outcomes, gain)}.** Largest gain {100 * gain:+.1f} points. {collapse}",
                     "",
                 ]
     return lines or ["No run has a record so far."]

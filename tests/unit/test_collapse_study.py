@@ -92,7 +92,8 @@ def test_the_verdict_follows_the_rule(
     chosen = collapse.pairs_of(records, TASK, "staged", "fixed-64")
     assert len(chosen) == len(pairs)
     assert collapse.verdict(collapse.compare(chosen), collapse.gain_of(records, TASK)) == expected
-    assert f"**Verdict: {expected}.**" in "\n".join(collapse.report(records))
+    title = "Verdict" if len(pairs) == 12 else "No verdict before 12 seeds; so far"
+    assert f"**{title}: {expected}.**" in "\n".join(collapse.report(records))
 
 
 def test_p_values_of_twelve_equal_pairs_are_exact_and_incomplete_seeds_are_left_out() -> None:
