@@ -226,6 +226,16 @@ def test_old_tokens_may_differ_more_and_a_mismatch_tells_their_age() -> None:
     assert "agent.temperature" in fresh
 
 
+def test_one_step_does_not_make_a_mismatch() -> None:
+    def rules(*last: float) -> set[str]:
+        healthy = rows()
+        ill = [row | {"mismatch/abs": gap} for row, gap in zip(healthy[-3:], last, strict=True)]
+        return {finding["rule"] for finding in diagnose([*healthy[:-3], *ill])["findings"]}
+
+    assert "sampler_mismatch" not in rules(0.01, 0.01, 0.4)
+    assert "sampler_mismatch" in rules(0.01, 0.2, 0.2)
+
+
 def test_a_rule_cannot_read_a_metric_that_is_not_kept() -> None:
     kept = symptoms.Rows()
     kept.add({"step": 1, "time/step_s": 2.0})

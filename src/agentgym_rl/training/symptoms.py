@@ -281,12 +281,13 @@ def length_collapse(rows: Rows) -> Symptom | None:
 def sampler_mismatch(rows: Rows) -> Symptom | None:
     """Detect that sampler and learner differ by 0.1 nats per token, or by a KL of 0.02. The native engine in float32
     agrees to 1e-6, engines in bfloat16 to about 0.02. A larger difference biases every gradient, so the rule fires
-    after three steps. Tokens that are n updates old may differ 1 + n times as much, and the KL by its square:
-    asynchronous runs stay below that (results/asynchronous)."""
+    after three steps of which two are above the limit: short replies have so few tokens that one step may differ by
+    chance. Tokens that are n updates old may differ 1 + n times as much, and the KL by its square: asynchronous runs
+    stay below that (results/asynchronous)."""
     age = _now(rows, "staleness/mean", 3) or 0.0
     for name, limit in (("mismatch/abs", 0.1 * (1 + age)), ("mismatch/kl", 0.02 * (1 + age) ** 2)):
         now = _now(rows, name, 3)
-        if now is not None and now > limit:
+        if now is not None and now > limit and median(value for _, value in rows.last(name, 3)) > limit:
             return Symptom(
                 _since_above(rows, name, limit, 3),
                 f"sampler and learner disagree by {now:.2g} ({name})",
