@@ -97,7 +97,8 @@ async def test_an_opponent_plays_every_role_with_its_own_adapters(base: Path, tm
     await train(config_of(base, "rl.steps=1", "checkpoint.every=1"), run, console=quiet())
     team = await find_team(EnvironmentConfig(name="nim"), "second", str(run))
     assert team is not None
-    opponent = Opponent(team, 2, 512)
+    opponent = Opponent(team, AgentOptions("oracle"))
+    opponent.load(2, 512)
     assert [Path(weights).name for weights in opponent._agents] == ["first"]
     await opponent.close()
     # As a frozen player of another run it plays with the adapters of its role.

@@ -232,6 +232,14 @@ async def test_retries_end_and_the_episode_is_an_error(api: Api, client: ChatCli
     assert len(api.asked) == 3
 
 
+async def test_a_server_that_always_asks_for_no_wait_is_not_hammered(api: Api, client: ChatClient) -> None:
+    past = formatdate(0, usegmt=True)  # as a clock that is late says
+    api.next = [Response("slow down", 429, {"Retry-After": wait}) for wait in (past, "0")]
+    await client.complete(ASK, SAMPLING)
+    assert len(api.times) == 3
+    assert api.times[2] - api.times[1] >= 0.9
+
+
 async def test_500_without_a_hint_backs_off(api: Api, client: ChatClient) -> None:
     api.next = [Response("oops", 500)]
     assert (await client.complete(ASK, SAMPLING)).content == "go"

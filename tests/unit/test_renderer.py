@@ -17,6 +17,7 @@ from transformers.utils import chat_template_utils
 
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.templates import TEMPLATES
+from agentgym_rl.common.thoughts import without_thought
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.types import Message
 
@@ -275,6 +276,18 @@ def test_templates_that_drop_thoughts_render_every_prompt_whole(template: str) -
     path = [*renderer.prompt(messages[:2]), *renderer.reply_ids(messages[2].content)]
     assert renderer.continuation(path, messages) == whole
     assert ("up" in tokenizer.decode(whole)) == (template is FORCED_THOUGHT)
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_thoughts_are_known_whether_or_not_their_tags_are_special_tokens(special: bool) -> None:
+    tokenizer = byte_level_bpe("chatml")
+    tokenizer.add_tokens([AddedToken(tag, special=special) for tag in ("<think>", "</think>")], special_tokens=special)
+    renderer = Renderer(tokenizer, QWEN3_LIKE)
+    reply = renderer.reply_ids("<think>\nup\n</think>\n\nnorth")
+    text, _ = renderer.read_reply(reply)
+    assert without_thought(text) == "north"
+    assert renderer.thought_length(reply) == len(renderer.encode("<think>\nup\n</think>"))
+    assert Renderer(tokenizer, QWEN3_LIKE, thoughts="keep").linear
 
 
 def test_without_a_system_role_the_instruction_is_in_the_first_observation() -> None:

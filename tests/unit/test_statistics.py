@@ -174,3 +174,8 @@ def test_the_interval_of_a_mean_of_rates_covers_the_mean() -> None:
         low, high = combined_interval([(rate, *slow_wilson(rate, 30)) for rate in rates])
         covered += low <= 0.45 <= high
     assert covered >= 500 * 0.92
+
+
+def test_sign_flips_of_large_whole_numbers_are_drawn() -> None:
+    small = [3.0, -1.0, 4.0, 1.0, -5.0, 9.0, 2.0, -6.0, 5.0, 3.0, 5.0, -8.0, 9.0, 7.0, 9.0, 3.0]
+    assert sign_flip_test([x * 1e8 for x in small]) == pytest.approx(sign_flip_test(small), abs=0.02)

@@ -160,7 +160,7 @@ def test_tokens_have_the_text_of_the_whole(words: str) -> None:
     if words == "metaspace":
         tokenizer.backend_tokenizer.decoder = decoders.Metaspace()
     backend = tokenizer.backend_tokenizer
-    token_texts = TokenTexts(backend)
+    token_texts = TokenTexts(tokenizer, backend)
     size = backend.get_vocab_size()
     replies = [choose.choices(range(size + 2), k=choose.randrange(12)) for _ in range(300)]
     replies += [backend.encode(text).ids for text in SENTENCES]

@@ -66,7 +66,7 @@ class Renderer:
     ) -> None:
         self.tokenizer = tokenizer
         self._backend = backend_of(tokenizer)
-        self._words, self._token_texts = WordEncoder(tokenizer, self._backend), TokenTexts(self._backend)
+        self._words, self._token_texts = WordEncoder(tokenizer, self._backend), TokenTexts(tokenizer, self._backend)
         self._template_kwargs = template_kwargs
         # A byte-level token has one character per byte, so at least as many as its text. Plus one for the space between
         # words, which belongs to no token in a vocabulary of words.
@@ -232,9 +232,7 @@ class Renderer:
     def decode(self, token_ids: list[int]) -> str:
         """Return a reply's text for the environment, without special and end-of-turn tokens."""
         kept = [token for token in token_ids if token not in self.stop_token_ids]
-        if self._backend is not None:
-            return self._token_texts.decode(kept)
-        return str(self.tokenizer.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return self._token_texts.decode(kept)
 
     def _is_backend_plain(self) -> bool:
         """Return whether the backend may be called directly: another caller may have left it cutting or padding."""

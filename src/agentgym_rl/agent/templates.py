@@ -143,14 +143,16 @@ _MARKUP = re.compile(r"\W+\w.*\W")
 
 
 def control_tokens(tokenizer: Any, turns: str) -> re.Pattern[str]:
-    """Return a pattern of the tokens that no message may contain: special tokens, and those that mark turns.
+    """Return a pattern of the tokens that no message may contain: special tokens, and those that mark turns. The tags
+    of thoughts may be in messages.
 
     `turns` is a conversation as the template writes it. DeepSeek-R1 marks turns by tokens that are not special.
     """
 
     def is_control(token: Any) -> bool:
         text = str(token)
-        return token.special or (text in turns and text not in (OPEN, CLOSE) and _MARKUP.fullmatch(text) is not None)
+        is_markup = text in turns and _MARKUP.fullmatch(text) is not None
+        return text not in (OPEN, CLOSE) and (token.special or is_markup)
 
     texts = {str(token) for token in tokenizer.added_tokens_decoder.values() if is_control(token)}
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")

@@ -14,6 +14,7 @@ import string
 from itertools import chain, islice
 from typing import Any
 
+from agentgym_rl.common.thoughts import CLOSE, OPEN
 from agentgym_rl.errors import ConfigError
 
 _MAX_WORDS = 1 << 16
@@ -103,15 +104,22 @@ class WordEncoder:
 
 
 class TokenTexts(dict[int, str]):
-    """Texts of tokens, without special ones. If all of a text is ASCII, a byte-level tokenizer's text is theirs."""
+    """Texts of tokens, without special ones. If all of a text is ASCII, a byte-level tokenizer's text is theirs.
 
-    def __init__(self, backend: Any) -> None:
+    The tags of thoughts remain, although some tokenizers have them as special: a thought without them is an action.
+    """
+
+    def __init__(self, tokenizer: Any, backend: Any) -> None:
         super().__init__()
-        self._backend = backend
+        self._tokenizer, self._backend = tokenizer, backend
         self._joins = backend is not None and type(backend.decoder).__name__ == "ByteLevel"
+        added = tokenizer.added_tokens_decoder
+        special = {*tokenizer.all_special_ids, *(token for token, text in added.items() if text.special)}
+        self._hidden = special - {token for token, text in added.items() if str(text) in (OPEN, CLOSE)}
 
     def __missing__(self, token: int) -> str:
-        text = self[token] = str(self._backend.decode([token], skip_special_tokens=True))
+        hidden = token in self._hidden
+        text = self[token] = "" if hidden else str(self._backend.decode([token], skip_special_tokens=False))
         return text
 
     def decode(self, token_ids: list[int]) -> str:
@@ -120,7 +128,10 @@ class TokenTexts(dict[int, str]):
             text = "".join(map(self.__getitem__, token_ids))
             if text.isascii():
                 return text
-        return str(self._backend.decode(token_ids, skip_special_tokens=True))
+        shown = [token for token in token_ids if token not in self._hidden]
+        if self._backend is not None:
+            return str(self._backend.decode(shown, skip_special_tokens=False))
+        return str(self._tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def backend_of(tokenizer: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from agentgym_rl.agent.policy import PolicyFactory
@@ -15,6 +15,11 @@ from agentgym_rl.types import LEARNER
 
 OPPONENT = "oracle"
 """Default opponent."""
+SHARED = (
+    *("device", "dtype", "base_url", "key_variable", "request_timeout_s", "request_retries"),
+    *("requests_per_minute", "max_tokens_field"),
+)
+"""Options of the agent that are its opponent's, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +31,6 @@ class Team:
     """Role of the agent."""
     opponent: str
     """Agent of all other roles, as --agent names it."""
-
-    def config(self) -> dict[str, str]:
-        """Return what a resumed evaluation must have in common."""
-        return {"role": self.role, "opponent": self.opponent}
 
 
 async def find_team(env: EnvironmentConfig | None, role: str | None, opponent: str | None) -> Team | None:
@@ -45,17 +46,32 @@ async def find_team(env: EnvironmentConfig | None, role: str | None, opponent: s
 
 
 class Opponent:
-    """The agents of the other roles: one for all of them, or one for each role with adapters of its own."""
+    """The agents of the other roles: one for all of them, or one for each role with adapters of its own.
 
-    def __init__(self, team: Team, concurrency: int, max_context: int) -> None:
+    The device and the settings of an API are the agent's, because there is one option for both.
+    """
+
+    def __init__(self, team: Team, agent: AgentOptions) -> None:
+        """Find the agents. Raise ConfigError if there is none."""
         self._team = team
         self._agents: dict[str, Any] = {}
         """By the folder of their weights."""
         self._by_role: dict[str, Any] = {}
-        for role in team.roles:
-            if role == team.role:
-                continue
-            candidate = find_agent(AgentOptions(spec=team.opponent, role=role), "--opponent")
+        defaults = AgentOptions(team.opponent)
+        options = replace(defaults, **{name: getattr(agent, name) for name in SHARED})
+        others = (role for role in team.roles if role != team.role)
+        self._candidates = {role: find_agent(replace(options, role=role), "--opponent") for role in others}
+
+    def config(self) -> dict[str, Any]:
+        """Return what a resumed evaluation must have in common."""
+        identities = {role: candidate.identity for role, candidate in self._candidates.items()}
+        weights = {role: identity["weights"] for role, identity in identities.items() if "weights" in identity}
+        named = {"role": self._team.role, "opponent": self._team.opponent}
+        return named | ({"opponent_weights": weights} if weights else {})
+
+    def load(self, concurrency: int, max_context: int) -> None:
+        """Load the agents."""
+        for role, candidate in self._candidates.items():
             if candidate.weights not in self._agents:
                 self._agents[candidate.weights] = load_agent(candidate, concurrency, max_context)
             self._by_role[role] = self._agents[candidate.weights]

@@ -20,7 +20,7 @@ from agentgym_rl.agent.team import Cast
 from agentgym_rl.commands.eval_options import parse_prices, parse_turns, parse_urls, wants_published
 from agentgym_rl.commands.eval_served import OWN_TASKS, served_plan
 from agentgym_rl.commands.eval_team import Opponent, find_team
-from agentgym_rl.commands.load_agent import AgentOptions, Candidate, find_agent, load_agent, run_of
+from agentgym_rl.commands.load_agent import OPENAI, AgentOptions, Candidate, find_agent, load_agent, run_of
 from agentgym_rl.common.files import write_atomically
 from agentgym_rl.config import AgentConfig, EnvironmentConfig, load_config
 from agentgym_rl.config.overrides import parse_assignments
@@ -206,12 +206,14 @@ async def evaluate(request: Request, console: Console | None = None) -> dict[str
     concurrency = {
         plan.env: request.concurrency or (CONCURRENCY_HEAVY if plan.env in heavy else CONCURRENCY) for plan in playable
     }
-    config = _config(request, candidate, plans) | (team.config() if team is not None else {})
+    opponent = None if team is None else Opponent(team, request.agent)
+    config = _config(request, candidate, plans) | (opponent.config() if opponent is not None else {})
     root = request.out or default_root(Path("evals"), _name(request, candidate), config)
     # Before the folder is created: an agent that cannot be loaded leaves no folder behind.
     agent = load_agent(candidate, max(concurrency.values()), max_context)
-    opponent = None if team is None else Opponent(team, max(concurrency.values()), max_context)
     try:
+        if opponent is not None:
+            opponent.load(max(concurrency.values()), max_context)
         with Folder(root, config, _settings(request)) as folder:
             limit = agent.max_context or max_context
             plans = [replace(plan, max_context=min(plan.max_context, limit)) for plan in plans]
@@ -237,16 +239,18 @@ async def evaluate(request: Request, console: Console | None = None) -> dict[str
 
 
 def _with_settings_of_run(request: Request) -> Request:
-    """Return the request with the source, kwargs and turns that the agent's own run gave the environment."""
-    run = run_of(request.agent.spec) if request.suite is None and request.url is None else None
-    if run is None:
+    """Return the request with what the agent's own run gave the environment: limits, source and kwargs."""
+    run = run_of(request.agent.spec) if request.suite is None else None
+    config = None if run is None else load_config(run[0] / "config.toml", [])
+    env = next((env for env in config.environments if env.name == request.env), None) if config else None
+    if config is None or env is None:
         return request
-    config = load_config(run[0] / "config.toml", [])
-    for env in config.environments:
-        if env.name == request.env and env.url is None:
-            kwargs, turns = {**env.kwargs, **request.kwargs}, env.eval_max_turns or config.eval.max_turns
-            return replace(request, source=env.source, kwargs=kwargs, default_turns=turns)
-    return request
+    tokens, context = request.agent.max_new_tokens or env.max_new_tokens, request.agent.max_context or env.max_context
+    agent = replace(request.agent, max_new_tokens=tokens, max_context=context)
+    request = replace(request, agent=agent, default_turns=env.eval_max_turns or config.eval.max_turns)
+    if request.url is not None or env.url is not None:
+        return request
+    return replace(request, source=env.source, kwargs={**env.kwargs, **request.kwargs})
 
 
 def _environment(request: Request, env: str) -> EnvironmentConfig:
@@ -573,13 +577,14 @@ def _config(request: Request, candidate: Candidate, plans: Sequence[TaskPlan]) -
 def _settings(request: Request) -> dict[str, Any]:
     """Return the settings that a resumed evaluation may change."""
     prices = request.agent.prices
+    is_api = any(spec.startswith(OPENAI) for spec in (request.agent.spec, request.opponent or ""))
     return {
         "agentgym_rl": __version__,
         "concurrency": request.concurrency,
         "retries": request.retries,
         "step_timeout_s": request.step_timeout_s,
         "episode_timeout_s": request.episode_timeout_s,
-        "base_url": request.agent.base_url if request.agent.spec.startswith("openai:") else None,
+        "base_url": request.agent.base_url if is_api else None,
         "url": request.url,
         "urls": dict(request.urls),
         "device": request.agent.device,

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from agentgym_rl.agent.engines.openai import ChatClient, Meter, Prices, Tokens
 from agentgym_rl.agent.policy import ChatPolicy, EnginePolicy, OraclePolicy, Policy, RandomPolicy
 from agentgym_rl.agent.renderer import Renderer
+from agentgym_rl.agent.templates import resolve_template
 from agentgym_rl.config import AgentConfig, Config, ModelConfig, TeamConfig, load_config
 from agentgym_rl.config.error_texts import reason
 from agentgym_rl.errors import ConfigError, did_you_mean
@@ -111,6 +112,7 @@ def find_agent(options: AgentOptions, option: str = "--agent") -> Candidate:
             f"{_similar_run(folder)}"
         ) from error
     identity = {"kind": "model", "path": spec} | ({"weights": fingerprint(folder)} if is_folder else {})
+    identity |= _template_identity(options)
     candidate = _candidate(options, "model", folder.resolve().name if is_folder else spec, identity, AgentConfig())
     candidate.model, candidate.weights = _model(options, spec, options.chat_template), spec
     return candidate
@@ -140,6 +142,7 @@ def _run_candidate(options: AgentOptions, run: Path, step: int | None) -> Candid
     step = max(checkpoints) if step is None else step
     folder = checkpoints[step] / "model" / _adapters_of(options.role, config.team, run)
     identity = {"kind": "run", "run": run.name, "step": step, "weights": fingerprint(folder)}
+    identity |= _template_identity(options)
     model = _model(options, str(folder), options.chat_template or config.model.chat_template, config.model.dtype)
     if config.model.lora is not None:
         assert config.model.path is not None
@@ -206,6 +209,12 @@ def _candidate(
         own_style=options.style is not None,
         own_context=options.max_context is not None,
     )
+
+
+def _template_identity(options: AgentOptions) -> dict[str, str]:
+    """Return a digest of the chat template, if one is given in place of the model's own."""
+    text = resolve_template(options.chat_template)
+    return {} if text is None else {"chat_template": hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}
 
 
 def _model(options: AgentOptions, path: str, chat_template: str | None, trained_dtype: str = "float32") -> ModelConfig:

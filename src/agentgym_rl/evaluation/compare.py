@@ -10,7 +10,7 @@ from typing import Any
 
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.evaluation.folder import read_evaluation, read_records
-from agentgym_rl.evaluation.plan import TaskPlan
+from agentgym_rl.evaluation.plan import TaskPlan, game_of
 from agentgym_rl.evaluation.records import Outcome, Record
 from agentgym_rl.evaluation.statistics import mcnemar_exact, mean_interval, sign_flip_test
 
@@ -31,6 +31,8 @@ class Side:
     """Number of failed episodes. The comparison leaves them out."""
     horizons: dict[str, int]
     """Turns allowed, by environment."""
+    game: dict[str, str]
+    """What else decides the game, by name."""
 
 
 def load_side(folder: Path, max_turns: int | None = None) -> Side:
@@ -58,7 +60,8 @@ def load_side(folder: Path, max_turns: int | None = None) -> Side:
         else:
             outcomes.setdefault((env, item), []).append(outcome)
     horizons = {plan.env: horizon or plan.max_turns for plan in plans}
-    return Side(config["agent"]["name"], folder, plans, config["samples"], turns, outcomes, errors, horizons)
+    name = config["agent"]["name"]
+    return Side(name, folder, plans, config["samples"], turns, outcomes, errors, horizons, game_of(config))
 
 
 def compare(first: Side, second: Side) -> dict[str, Any]:
@@ -156,6 +159,10 @@ def _notes(first: Side, second: Side, shared: Sequence[tuple[str, int]]) -> list
         other = second.horizons.get(env, turns)
         if other != turns:
             notes.append(f"{env}: {first.name} was allowed {turns} turns, {second.name} {other}")
+    for name, value in first.game.items():
+        if second.game[name] != value:
+            texts = [side.game[name] or "none" for side in (first, second)]
+            notes.append(f"not the same game, by {name}: {first.name} {texts[0]}, {second.name} {texts[1]}")
     return notes
 
 

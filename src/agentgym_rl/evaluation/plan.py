@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -41,6 +42,15 @@ class TaskPlan:
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> TaskPlan:
         return cls(**{**row, "items": tuple(row["items"])})
+
+
+GAME = {"environment": "arguments of the environment", "role": "role", "opponent": "opponent"}
+"""What decides a game besides its items: keys of an evaluation's config, with their names for people."""
+
+
+def game_of(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return what decides the game of an evaluation besides its items, as texts by name. None is an empty text."""
+    return {name: json.dumps(config[key], sort_keys=True) if key in config else "" for key, name in GAME.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.evaluation.metrics import INTERVALS, MEAN_INTERVAL
-from agentgym_rl.evaluation.plan import TaskPlan
+from agentgym_rl.evaluation.plan import GAME, TaskPlan, game_of
 from agentgym_rl.evaluation.suites import Coverage, coverage
 
 NO_VALUE = "–"
@@ -57,6 +57,8 @@ class Entry:
     total: Mapping[str, Any] = field(default_factory=dict)
     unpriced: bool = False
     """True for an API agent without prices, whose cost is therefore unknown."""
+    game: Mapping[str, str] = field(default_factory=dict)
+    """What decides the game besides items, turns and data, by name."""
 
     @property
     def own(self) -> set[str]:
@@ -79,6 +81,7 @@ def entry_of(evaluation: Mapping[str, Any]) -> Entry:
         tuple(results) if len(results) > 1 else (),
         last["total"],
         agent.get("kind") == "openai" and evaluation["settings"].get("prices_usd_per_million_tokens") is None,
+        game_of(evaluation["config"]),
     )
 
 
@@ -160,12 +163,14 @@ def pluralize(number: int, noun: str) -> str:
 
 
 def _differences(entries: Sequence[Entry]) -> list[str]:
-    """Return a note for each scenario whose rows differ in items, turns or data and cannot be compared directly."""
+    """Return a note for each scenario whose rows differ in what is played and cannot be compared directly."""
     lines = []
     for scenario in dict.fromkeys(plan.scenario for entry in entries for plan in entry.plans):
-        rows = [[p for p in entry.plans if p.items and p.scenario == scenario] for entry in entries]
-        rows = [plans for plans in rows if plans]
-        kinds: dict[str, set[Any]] = {
+        played = {e: [p for p in entry.plans if p.items and p.scenario == scenario] for e, entry in enumerate(entries)}
+        rows = [plans for plans in played.values() if plans]
+        games = [entries[e].game for e, plans in played.items() if plans]
+        others: dict[str, set[Any]] = {name: {game.get(name, "") for game in games} for name in GAME.values()}
+        kinds: dict[str, set[Any]] = others | {
             "items": {frozenset((p.env, item) for p in plans for item in p.items) for plans in rows},
             "turns": {frozenset(p.max_turns for p in plans) for plans in rows},
             "data": {frozenset(p.data for p in plans) for plans in rows},

@@ -18,6 +18,8 @@ MAX_EXACT_SIGN_FLIPS = 14
 MAX_UNITS_PER_ONE = 100
 """Beyond that number, differences that are multiples of 1/d for a d up to this are counted exactly, too: those of rates
 of a few samples are. For others NUM_RESAMPLES sign assignments are drawn."""
+MAX_EXACT_SUMS = 50_000_000
+"""Largest work of such a count, in differences times their sum: half a second. Large rewards are drawn."""
 
 
 def pass_at_k(num_samples: int, num_successes: int, k: int) -> float:
@@ -82,7 +84,7 @@ def sign_flip_test(differences: Sequence[float], seed: int = 0) -> float:
     """Return the two-sided p-value for a mean of 0: how often random signs give a mean at least as far from 0.
 
     For differences of -1, 0 and 1 it equals McNemar's exact test. The value is exact, except for more than
-    MAX_EXACT_SIGN_FLIPS differences without a common unit.
+    MAX_EXACT_SIGN_FLIPS differences without a common unit, or with sums too large to count.
     """
     array = numpy.asarray([value for value in differences if value != 0], dtype=float)
     if not len(array):
@@ -91,7 +93,8 @@ def sign_flip_test(differences: Sequence[float], seed: int = 0) -> float:
     if len(array) <= MAX_EXACT_SIGN_FLIPS:
         bits = (numpy.arange(2 ** len(array))[:, None] >> numpy.arange(len(array))) & 1
         return float((numpy.abs((2 * bits - 1) @ array) >= observed).mean())
-    if (units := _in_units(array)) is not None:
+    units = _in_units(array)
+    if units is not None and len(units) * numpy.abs(units).sum() <= MAX_EXACT_SUMS:
         return _exact_tail(units)
     generator = numpy.random.default_rng(seed)
     extreme = 0

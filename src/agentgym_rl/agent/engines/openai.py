@@ -230,9 +230,11 @@ class ChatClient:
             try:
                 return await self._once(body)
             except _Transient as error:
+                backoff_s = min(random.uniform(0.5, 1.0) * 2.0 ** min(attempt, 32), self._max_wait_s)
                 wait_s = error.wait_s
-                if wait_s is None:
-                    wait_s = min(random.uniform(0.5, 1.0) * 2.0 ** min(attempt, 32), self._max_wait_s)
+                # A server that asks for no wait gets one retry at once. A date by a late clock says no wait, too.
+                if wait_s is None or (attempt and wait_s < backoff_s):
+                    wait_s = backoff_s
                 never_reached = isinstance(error, _NoConnection) and not self._was_reached
                 if never_reached and attempt >= min(self._retries, FIRST_CONNECT_RETRIES):
                     raise Refused(
