@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from servers_for_tests import server_in_thread
 
+from agentgym_rl.agent.styles import STYLES
 from agentgym_rl.environment import catalog
 from agentgym_rl.environment.base import HasActions, HasOracle, HasRender, HasStateKey
 from agentgym_rl.environment.envs.searchqa import Passage, SearchQA
@@ -550,3 +551,17 @@ def test_missing_package_error_is_one_line(tmp_path: Path) -> None:
         .splitlines()[-1]
         .endswith("ConfigError: searchqa needs the package 'tantivy': pip install 'agentgym-rl[searchqa]'")
     )
+
+
+@pytest.mark.parametrize("style", sorted(STYLES.keys() - {"tool", "reflect"}))
+async def test_the_oracle_is_understood_in_every_style(style: str) -> None:
+    pool = LocalPool({"searchqa": SearchQA}, action_format=STYLES[style].action_format)
+    for item in (0, 700, 1500):
+        env = STYLES[style].wrap(await pool.open("searchqa"))
+        step = await env.reset(item)
+        for _ in range(10):
+            if not step.done:
+                step = await env.step(await env.oracle())
+        assert step.info["success"]
+        await env.close()
+    await pool.close()

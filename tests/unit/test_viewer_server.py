@@ -412,6 +412,12 @@ async def test_a_small_export_has_whole_groups_spread_over_the_run(library: Libr
             assert len(data["episodes"]["small"][row["key"]]["group"]) == 4
 
 
+async def test_an_export_smaller_than_a_group_has_the_beginning_of_one(library: Library, tmp_path: Path) -> None:
+    text, summary = await exported_page(library_of(library.roots[0], tmp_path), episodes=1, pictures=False)
+    assert len(_data_in(text)["rows"]["small"]) == 1
+    assert summary.startswith("2 episodes of 2 runs")
+
+
 def prefer_left(folder: Path, by: str) -> None:
     first, second = (json.loads(trajectory.to_json()) for trajectory in played("maze", [1, 1], "random", 2, "train"))
     store_preference(RunFolder("small", folder, "run"), ("small", first), ("small", second), "left", by)
@@ -426,6 +432,15 @@ def test_a_preference_after_a_torn_line_is_stored_whole(tmp_path: Path, whole: i
         file.write(b'{"time": 1.5, "by": "Bo')  # a kill, or a full disk
     prefer_left(tmp_path, "Eve")
     assert [pair.by for pair in read_preferences([path])] == ["Ada"] * whole + ["Eve"]
+
+
+def test_a_preference_after_a_line_without_its_end_keeps_it(tmp_path: Path) -> None:
+    prefer_left(tmp_path, "Ada")
+    prefer_left(tmp_path, "Bob")
+    path = tmp_path / NAME
+    path.write_bytes(path.read_bytes().rstrip(b"\n"))  # as an editor leaves it
+    prefer_left(tmp_path, "Eve")
+    assert [pair.by for pair in read_preferences([path])] == ["Ada", "Bob", "Eve"]
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])

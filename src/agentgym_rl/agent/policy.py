@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import random
-import re
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -22,6 +21,7 @@ from agentgym_rl.agent.renderer import Renderer, Tools
 from agentgym_rl.agent.segments import assign_segment, segment_tokens
 from agentgym_rl.agent.tool_parsers import numbered
 from agentgym_rl.common.seeds import stable_seed
+from agentgym_rl.common.thoughts import CLOSE, OPEN, split_thought
 from agentgym_rl.errors import EngineError, EnvError
 from agentgym_rl.types import Completion, EnvSession, Limits, Message, Observation, Role, Sampling
 
@@ -307,9 +307,6 @@ class TextPolicy(ABC):
         return None
 
 
-_THOUGHT = re.compile(r"\s*(<think>.*?</think>)\s*", re.DOTALL)
-
-
 class _ActionPolicy(TextPolicy):
     """Base of policies that choose a text action, which is a tool call or a message if the agent has tools."""
 
@@ -322,8 +319,8 @@ class _ActionPolicy(TextPolicy):
     def _message(self, text: str, messages: list[Message]) -> Message:
         if not self._env.tools:
             return Message("assistant", text)
-        thought = _THOUGHT.match(text)
-        content, action = (thought[1], text[thought.end() :]) if thought else (self._thought, text)
+        thought, action = split_thought(text)
+        content = f"{OPEN}{thought}{CLOSE}" if thought else self._thought
         call = self._env.call_of(action)
         if call is None:
             return Message("assistant", f"{content}\n{action}".strip(), tool_calls=[])

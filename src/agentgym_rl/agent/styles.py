@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from agentgym_rl.agent.session_wrapper import ForkableSession, SessionWrapper
+from agentgym_rl.common.thoughts import split_thought
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.types import EnvSession, Step, ToolCall
 
@@ -105,6 +106,9 @@ class StyledSession(SessionWrapper):
 
     async def oracle(self) -> str:
         thought, action = await self._env.advice()
+        if self._style.action_format not in ("plain", "tool"):  # other formats have a place of their own for it
+            leading, action = split_thought(action)
+            thought = thought or leading
         return self._style.write(action, thought)
 
     async def advice(self) -> tuple[str, str]:

@@ -31,8 +31,9 @@ class ActionFormat:
     """Whether the agent is offered the environment's tools. Their calls are parsed by the agent's chat template."""
 
 
-_ACTION = re.compile(r"(?<!\w)Action ?:\**")
-_AFTER_ACTION = re.compile(r"^\s*\**(?:Thought|Observation):", re.MULTILINE)
+_ACTION = re.compile(r"(?<!\w)(\*\*)?Action(\*\*)? ?:(\*\*)?")
+"""Models also write `**Action:** go`, `**Action**: go` and `**Action: go**`."""
+_AFTER_ACTION = re.compile(r"^\s*\**(?:Thought|Observation)\**:", re.MULTILINE)
 
 
 def parse_react(reply: str) -> str:
@@ -43,10 +44,14 @@ def parse_react(reply: str) -> str:
     actions = list(_ACTION.finditer(reply))
     if not actions:
         return NO_ACTION
+    opened, *closed = actions[-1].groups()
     action = reply[actions[-1].end() :]
     if invented := _AFTER_ACTION.search(action):
         action = action[: invented.start()]
-    return action.strip() or NO_ACTION
+    action = action.strip()
+    if opened and not any(closed):
+        action = action.removesuffix("**").rstrip()
+    return action or NO_ACTION
 
 
 def parse_function_call(reply: str) -> str:

@@ -103,19 +103,20 @@ def _all_rows(library: Library, run: str) -> list[dict[str, Any]]:
 
 
 def _select(rows: list[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
-    """Return at most `limit` rows: whole groups, evenly over the run, without the warm start."""
+    """Return at most `limit` rows: whole groups, evenly over the run, without the warm start if there is more. If no
+    group is small enough, it is the beginning of the first."""
     if len(rows) <= limit:
         return rows
     teams: dict[tuple[int, str], list[dict[str, Any]]] = {}
-    for row in rows:
-        if row["kind"] != "warmstart":
-            teams.setdefault((row["file"], row["team"]), []).append(row)
+    for row in [row for row in rows if row["kind"] != "warmstart"] or rows:
+        teams.setdefault((row["file"], row["team"]), []).append(row)
     groups = list(teams.values())
     selected: list[dict[str, Any]] = []
     # In bit-reversed order any number of first groups is spread over the whole run.
     for position in sorted(range(len(groups)), key=lambda n: int(f"{n:032b}"[::-1], 2)):
         if len(selected) + len(groups[position]) <= limit:
             selected += groups[position]
+    selected = selected or groups[0][:limit]
     keys = {row["key"] for row in selected}
     return [row for row in rows if row["key"] in keys]
 

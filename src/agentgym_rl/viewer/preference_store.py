@@ -56,10 +56,23 @@ def _append(folder: RunFolder, line: bytes) -> None:
     with _writing, open_inside(folder.path, _path(folder), "a+b") as file:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(0, end - 1))
-        if file.read(1) not in (b"", b"\n"):  # a kill or a full disk tore the last line; this one must not continue it
+        if file.read(1) not in (b"", b"\n"):  # this line must not continue the last one
             file.seek(0)
-            file.truncate(file.read().rfind(b"\n") + 1)
+            whole = file.read()
+            start = whole.rfind(b"\n") + 1
+            if _is_whole(whole[start:]):  # an editor may leave out the last line's end
+                line = b"\n" + line
+            else:  # a kill or a full disk tore it
+                file.truncate(start)
         file.write(line)
+
+
+def _is_whole(line: bytes) -> bool:
+    try:
+        read_object(line)
+    except (ValueError, TypeError):
+        return False
+    return True
 
 
 def preferences_of(left: tuple[RunFolder, str], right: tuple[RunFolder, str]) -> list[dict[str, Any]]:

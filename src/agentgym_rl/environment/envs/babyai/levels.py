@@ -12,6 +12,9 @@ from agentgym_rl.environment.envs.babyai.oracle import NoWayError, Planner
 from agentgym_rl.environment.envs.babyai.state import mission_parts
 from agentgym_rl.errors import ConfigError
 
+MAX_PLACEMENTS = 1000
+"""Places tried for the agent in a row, of which a room has a few dozen."""
+
 # Level n is LEVELS[n - 1]: its name, minigrid's class, and the arguments minigrid registers that name with.
 LEVELS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("GoToRedBallGrey", "GoToRedBallGrey", {}),
@@ -140,11 +143,29 @@ def _generate(module: Any, item: int) -> Any:
     level = getattr(module, class_name)(**arguments)
     # Minigrid encodes an image after every move, which takes most of the step time. The text needs only the grid.
     level.gen_obs = dict
+    _bound_placements(level)
     level.reset(seed=seed)
     # Three levels may generate a layout that cannot be won. The next one of the same random stream replaces it.
     while class_name in _WINNABLE_CHECKS and not _WINNABLE_CHECKS[class_name](level):
         level.reset()
+    del level.place_obj
     return level
+
+
+def _bound_placements(level: Any) -> None:
+    """End minigrid's search for a place of the agent, which is endless in a room without one. On a RecursionError
+    minigrid generates the next layout of the same random stream."""
+    place, tries = level.place_obj, 0
+
+    def bounded(thing: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal tries
+        tries = tries + 1 if thing is None else 0
+        if tries > MAX_PLACEMENTS:
+            tries = 0
+            raise RecursionError("no place for the agent")
+        return place(thing, *args, **kwargs)
+
+    level.place_obj = bounded
 
 
 def _key_is_reachable(level: Any) -> bool:

@@ -280,7 +280,7 @@ def _plan(level: Any, goal: Any) -> list[Move]:
             return Planner(level, goal, care).moves()
         except NoWayError:
             continue
-    raise EnvError("babyai's oracle sees no way to reach the goal from here: reset the item")
+    raise EnvError("babyai's oracle found no way to reach the goal from here (it misses a few): reset the item")
 
 
 class Oracle:
