@@ -11,8 +11,9 @@ from agentgym_rl.agent.collect import Collector
 from agentgym_rl.agent.policy import RandomPolicy
 from agentgym_rl.environment.envs.keydoor import KeyDoor
 from agentgym_rl.environment.pool import LocalPool
+from agentgym_rl.training.advantages import Episode, return_spread
 from agentgym_rl.training.batch import widest_groups
-from agentgym_rl.training.metrics import reward_spread
+from agentgym_rl.training.settings import RLSettings
 from agentgym_rl.types import Limits, Task
 
 
@@ -22,10 +23,12 @@ async def main() -> None:
     collect = Collector(pool, RandomPolicy, 8, 8)
     limits = Limits(max_turns=6, max_new_tokens=8, max_context=512)
     groups = await collect([Task("keydoor", item) for item in range(8)], limits, seed=0)
-    kept = widest_groups(groups, 0.25)
-    for group in groups:
-        rewards = " ".join(f"{trajectory.reward:g}" for trajectory in group.trajectories)
-        print(f"{'kept' if group in kept else '    '} spread {reward_spread(group):.2f}  rewards {rewards}")
+    settings = RLSettings(keep_groups=0.25)
+    episodes = [[Episode(i, t.rewards, []) for t in group.trajectories] for i, group in enumerate(groups)]
+    kept = widest_groups(episodes, settings)
+    for i, group in enumerate(episodes):
+        rewards = " ".join(f"{episode.total:g}" for episode in group)
+        print(f"{'kept' if i in kept else '    '} spread {return_spread(group, settings):.2f}  rewards {rewards}")
     await pool.close()
 
 

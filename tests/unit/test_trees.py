@@ -29,7 +29,7 @@ from agentgym_rl.environment.pool import LocalPool, RemotePool
 from agentgym_rl.environment.session import fork_env
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.training.advantages import ESTIMATORS, Episode
-from agentgym_rl.training.batch import estimate, gather, to_samples, widest_groups
+from agentgym_rl.training.batch import estimate, gather, to_samples
 from agentgym_rl.training.settings import RLSettings, TreeSettings
 from agentgym_rl.types import (
     Completion,
@@ -388,17 +388,3 @@ def test_a_forked_environment_is_independent(name: str) -> None:
         if played is copy:
             assert env.state_key() == key, "playing the copy changes nothing"
     assert solutions[0] == solutions[1]
-
-
-def group_of(*rewards: float) -> Group:
-    return Group(
-        TASKS[0],
-        [Trajectory(str(i), TASKS[0], rewards=[r], infos=[{}], stop=StopReason.DONE) for i, r in enumerate(rewards)],
-    )
-
-
-def test_the_groups_with_the_largest_reward_spread_are_kept() -> None:
-    groups = [group_of(0, 0), group_of(0, 1), group_of(0.4, 0.6), group_of(1, 1), group_of(0, 0.5)]
-    assert widest_groups(groups, 0.4) == [groups[1], groups[4]]
-    assert widest_groups(groups, 0.01) == [groups[1]]
-    assert widest_groups(groups, 1.0) == groups

@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
+from statistics import fmean, pstdev
 from typing import Any
 
 from agentgym_rl.training.settings import RLSettings
@@ -228,29 +228,38 @@ def tree_advantages(episodes: list[Episode], settings: RLSettings, baseline: Bas
 
 
 def attempt_advantages(group: list[Episode], settings: RLSettings, baseline: Baseline) -> list[list[float]]:
-    """Compare the attempts of a group by rewards of their own; K each. A reflection belongs to the attempt after it.
-
-    First stage: 0 for the first attempt, and an attempt's reward for the later ones. Second stage: every attempt's
-    reward, plus `bonus` times its gain over the attempt before. So nothing is gained by a bad first attempt, whose
-    turns get no share of the bonus. Kumar et al. 2024, SCoRe (arXiv 2409.12917).
-    """
-    assert settings.correction is not None
-    first_stage, bonus = settings.correction.first_stage_steps > 0, settings.correction.bonus
-    rewards = [attempt_rewards(episode) for episode in group]
+    """Compare the attempts of a group by returns of their own; K each. A reflection belongs to the attempt after it."""
     advantages = [[0.0] * len(episode.rewards) for episode in group]
-    for attempt in range(1, 1 + max((number for row in rewards for number in row), default=0)):
-        members = [i for i, row in enumerate(rewards) if attempt in row]
-        if len(members) < 2 or (first_stage and attempt == 1):
-            continue
-        totals = []
-        for row in (rewards[i] for i in members):
-            gain = 0.0 if first_stage or attempt == 1 else row[attempt] - row.get(attempt - 1, 0.0)
-            totals.append(row[attempt] + bonus * gain)
-        for i, advantage in zip(members, baseline(totals, range(len(members))), strict=True):
+    for attempt, returns in attempt_returns(group, settings).items():
+        relative = baseline(list(returns.values()), range(len(returns)))
+        for i, advantage in zip(returns, relative, strict=True):
             for k, number in enumerate(group[i].attempts):
                 if number == attempt:
                     advantages[i][k] = advantage
     return advantages
+
+
+def attempt_returns(group: list[Episode], settings: RLSettings) -> dict[int, dict[int, float]]:
+    """Return the returns of each attempt that at least two episodes began, by attempt and index of the episode.
+
+    First stage: an attempt's reward, without the first attempt. Second stage: every attempt's reward, plus `bonus`
+    times its gain over the attempt before. So nothing is gained by a bad first attempt, whose turns get no share of
+    the bonus. Kumar et al. 2024, SCoRe (arXiv 2409.12917).
+    """
+    assert settings.correction is not None
+    first_stage, bonus = settings.correction.first_stage_steps > 0, settings.correction.bonus
+    rewards = [attempt_rewards(episode) for episode in group]
+    returns: dict[int, dict[int, float]] = {}
+    for attempt in range(1, 1 + max((number for row in rewards for number in row), default=0)):
+        members = [i for i, row in enumerate(rewards) if attempt in row]
+        if len(members) < 2 or (first_stage and attempt == 1):
+            continue
+        returns[attempt] = {}
+        for i in members:
+            row = rewards[i]
+            gain = 0.0 if first_stage or attempt == 1 else row[attempt] - row.get(attempt - 1, 0.0)
+            returns[attempt][i] = row[attempt] + bonus * gain
+    return returns
 
 
 def attempt_rewards(episode: Episode) -> dict[int, float]:
@@ -259,6 +268,16 @@ def attempt_rewards(episode: Episode) -> dict[int, float]:
     for number, reward in zip(episode.attempts, episode.rewards, strict=True):
         rewards[number] += reward
     return rewards
+
+
+def return_spread(group: list[Episode], settings: RLSettings) -> float:
+    """Return the standard deviation of the totals of a group's episodes; 0 if there are fewer than two.
+
+    With correction: the largest one of the returns of an attempt.
+    """
+    totals = {0: dict(enumerate(e.total for e in group))}
+    compared = totals if settings.correction is None else attempt_returns(group, settings)
+    return max((pstdev(returns.values()) for returns in compared.values() if len(returns) > 1), default=0.0)
 
 
 def whiten(values: list[list[float]]) -> list[list[float]]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from agentgym_rl.training.advantages import EPSILON, ESTIMATORS, Episode
+from agentgym_rl.training.advantages import EPSILON, ESTIMATORS, Episode, return_spread
 from agentgym_rl.training.distill import with_teacher
 from agentgym_rl.training.losses import KL_ESTIMATORS
-from agentgym_rl.training.metrics import attempts_of, digest_of, last_observation_missing, reward_spread
+from agentgym_rl.training.metrics import attempts_of, digest_of, last_observation_missing
 from agentgym_rl.training.ranks import balanced_shares
 from agentgym_rl.training.settings import ZERO_VARIANCE_ALGORITHMS, RLSettings
 from agentgym_rl.types import Group, Limits, Sample, StopReason, Trajectory, in_order
@@ -46,14 +46,44 @@ class Batch:
     """Indices of the samples of each update, if chosen for several ranks together; else `learn` chooses."""
 
 
-def widest_groups(groups: list[Group], share: float) -> list[Group]:
-    """Return the share of the groups whose rewards have the largest standard deviation, at least one, in their order.
+def widest_groups(groups: Sequence[list[Episode]], settings: RLSettings) -> list[int]:
+    """Return the indices of the share `keep_groups` of the groups with the largest spread, at least one, in order.
 
-    Groups without two trainable episodes count as equal. RAGEN: Wang et al. 2025 (arXiv 2504.20073).
+    RAGEN: Wang et al. 2025 (arXiv 2504.20073).
     """
-    count = max(1, math.ceil(share * len(groups)))
-    by_spread = sorted(range(len(groups)), key=lambda i: -reward_spread(groups[i]))
-    return [groups[i] for i in sorted(by_spread[:count])]
+    count = max(1, math.ceil(settings.keep_groups * len(groups)))
+    spreads = [return_spread(group, settings) for group in groups]
+    by_spread = sorted(range(len(groups)), key=lambda i: -spreads[i])
+    return sorted(by_spread[:count])
+
+
+def keep_widest(batch: Batch, settings: RLSettings) -> Batch:
+    """Return the batch with its widest groups only."""
+    if settings.keep_groups == 1.0:
+        return batch
+    by_group: dict[int, list[Episode]] = defaultdict(list)
+    for episode in batch.episodes:
+        by_group[episode.group].append(episode)
+    numbers = list(by_group)
+    kept = {numbers[i] for i in widest_groups(list(by_group.values()), settings)}
+    result = _with_episodes(batch, [i for i, episode in enumerate(batch.episodes) if episode.group in kept])
+    result.groups = len(kept)
+    return result
+
+
+def _with_episodes(batch: Batch, indices: list[int]) -> Batch:
+    """Return the batch with these episodes only, without weights."""
+    segments = samples_by_episode(batch)
+    return Batch(
+        samples=[batch.samples[k] for i in indices for k in segments[i]],
+        episode_of_sample=[episode for episode, i in enumerate(indices) for _ in segments[i]],
+        episodes=[batch.episodes[i] for i in indices],
+        truncated=[batch.truncated[i] for i in indices],
+        last_observation_missing=[batch.last_observation_missing[i] for i in indices],
+        masked=[batch.masked[i] for i in indices],
+        zero_variance_groups=batch.zero_variance_groups,
+        groups=batch.groups,
+    )
 
 
 def sampled_by(trajectories: Sequence[Trajectory]) -> dict[str, list[str]]:
@@ -237,17 +267,10 @@ def _trained(batch: Batch, segments: list[list[Sample]], settings: RLSettings) -
     )
     weight_of = dict(zip((i for i in trained for _ in segments[i]), weights, strict=True))
     kept = [i for i in trained if batch.episodes[i].group not in dropped]
-    return Batch(
-        samples=[sample for i in kept for sample in segments[i]],
-        episode_of_sample=[episode for episode, i in enumerate(kept) for _ in segments[i]],
-        episodes=[batch.episodes[i] for i in kept],
-        truncated=[batch.truncated[i] for i in kept],
-        last_observation_missing=[batch.last_observation_missing[i] for i in kept],
-        masked=[False] * len(kept),
-        weights=[weight_of[i] for i in kept for _ in segments[i]],
-        zero_variance_groups=len(flat),
-        groups=batch.groups,
-    )
+    result = _with_episodes(batch, kept)
+    result.weights = [weight_of[i] for i in kept for _ in segments[i]]
+    result.zero_variance_groups = len(flat)
+    return result
 
 
 def _flat_groups(batch: Batch, segments: list[list[Sample]]) -> set[int]:

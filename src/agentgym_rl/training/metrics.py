@@ -146,7 +146,8 @@ def group_metrics(groups: list[Group]) -> dict[str, float]:
 
     `replies/diversity` is the mean distance between replies of two episodes at the same turn: 0 if all are equal.
     """
-    spreads = [spread for g in groups if len(g.trainable) > 1 for spread in [reward_spread(g)]]
+    rewards = [[t.training_reward for t in g.trainable if t.num_turns] for g in groups]
+    spreads = [pstdev(of_group) for of_group in rewards if len(of_group) > 1]
     metrics = {"reward/spread": fmean(spreads)} if spreads else {}
     distances = [distance for group in groups for distance in reply_distances(group)]
     if distances:
@@ -168,12 +169,6 @@ def reply_distances(group: Group) -> list[tuple[float, int]]:
         same = (replies.square() - replies.count) / (replies.count * (replies.count - 1))
         distances.append((1.0 - same, replies.count))
     return distances
-
-
-def reward_spread(group: Group) -> float:
-    """Return the standard deviation of the rewards that a group is trained on; 0 if there are fewer than two."""
-    rewards = [t.training_reward for t in group.trainable]
-    return pstdev(rewards) if len(rewards) > 1 else 0.0
 
 
 def tree_metrics(trajectories: list[Trajectory]) -> dict[str, float]:

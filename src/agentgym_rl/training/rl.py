@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from agentgym_rl.common.garbage import rare_collections
 from agentgym_rl.common.seeds import derive_seed
 from agentgym_rl.errors import EngineError, EnvError
-from agentgym_rl.training.batch import Batch, estimate, gather, is_flat, version_counts, widest_groups
+from agentgym_rl.training.batch import Batch, estimate, gather, is_flat, keep_widest, version_counts
 from agentgym_rl.training.distill import teacher_metrics
 from agentgym_rl.training.group_queue import GroupQueue, QueuedGroup
 from agentgym_rl.training.horizon import Horizon, turns_after
@@ -211,7 +211,7 @@ def _learn_from(
     if settings.resample_rounds:  # see _play_step
         replaced, groups = groups[: -settings.groups_per_step], groups[-settings.groups_per_step :]
     with rare_collections():
-        batch = played = gather(widest_groups(groups, settings.keep_groups), settings, limits)
+        batch = played = keep_widest(gather(groups, settings, limits), settings)
     needs_models = settings.distill is not None or settings.correction is not None
     if settings.algorithm == "ppo" or settings.kl_in == "reward" or needs_models:
         learner.score(batch.samples)
