@@ -38,6 +38,17 @@ def test_a_batch_keeps_all_episodes_of_its_widest_groups() -> None:
     assert (estimated.samples, estimated.weights) == (alone.samples, alone.weights)
 
 
+@pytest.mark.parametrize("share", [0.01, 0.25, 0.5, 1.0])
+def test_groups_that_are_left_out_count_as_groups_without_variance(share: float) -> None:
+    groups = [group(1, [0.0, 1.0]), group(2, [0.4, 0.6]), *(group(n, [0.0, 0.0]) for n in range(3, 9))]
+    failed = group(9, [0.0, 1.0])
+    for member in failed.trajectories:
+        member.stop = StopReason.ERROR
+    settings = replace(HALF, keep_groups=share)
+    batch = estimate(keep_widest(gather([*groups, failed], settings), settings), settings)
+    assert (batch.zero_variance_groups, batch.groups) == (6, 8)
+
+
 @pytest.mark.parametrize(("settings", "kept"), [(SECOND_STAGE, 1), (SETTINGS, 2)])
 def test_attempts_are_compared_by_their_own_rewards(settings: RLSettings, kept: int) -> None:
     outcomes = {

@@ -40,8 +40,9 @@ class Batch:
     weights: list[float] = field(default_factory=list)
     """Loss weight of every action token of each sample; set by `estimate`."""
     zero_variance_groups: int = 0
+    """Groups without an advantage, also those that were dropped or left out."""
     groups: int = 0
-    """Groups with at least one usable trajectory."""
+    """Groups with at least one usable trajectory, also those that were dropped or left out."""
     parts: list[list[int]] = field(default_factory=list)
     """Indices of the samples of each update, if chosen for several ranks together; else `learn` chooses."""
 
@@ -58,7 +59,7 @@ def widest_groups(groups: Sequence[list[Episode]], settings: RLSettings) -> list
 
 
 def keep_widest(batch: Batch, settings: RLSettings) -> Batch:
-    """Return the batch with its widest groups only."""
+    """Return the batch with its widest groups only. The others count in `groups` and `zero_variance_groups`."""
     if settings.keep_groups == 1.0:
         return batch
     by_group: dict[int, list[Episode]] = defaultdict(list)
@@ -67,7 +68,8 @@ def keep_widest(batch: Batch, settings: RLSettings) -> Batch:
     numbers = list(by_group)
     kept = {numbers[i] for i in widest_groups(list(by_group.values()), settings)}
     result = _with_episodes(batch, [i for i, episode in enumerate(batch.episodes) if episode.group in kept])
-    result.groups = len(kept)
+    if settings.algorithm in ZERO_VARIANCE_ALGORITHMS:
+        result.zero_variance_groups = sum(_are_flat(by_group[n], settings) for n in numbers if n not in kept)
     return result
 
 
@@ -187,7 +189,11 @@ def is_flat(group: Group, settings: RLSettings, limits: Mapping[str, Limits] | N
 
     KL in the reward and a teacher do not count, because they give almost every token an advantage.
     """
-    advantages = ESTIMATORS[settings.algorithm](gather([group], settings, limits).episodes, settings).advantages
+    return _are_flat(gather([group], settings, limits).episodes, settings)
+
+
+def _are_flat(episodes: list[Episode], settings: RLSettings) -> bool:
+    advantages = ESTIMATORS[settings.algorithm](episodes, settings).advantages
     return all(abs(a) < EPSILON for row in advantages for a in row)
 
 
@@ -269,7 +275,7 @@ def _trained(batch: Batch, segments: list[list[Sample]], settings: RLSettings) -
     kept = [i for i in trained if batch.episodes[i].group not in dropped]
     result = _with_episodes(batch, kept)
     result.weights = [weight_of[i] for i in kept for _ in segments[i]]
-    result.zero_variance_groups = len(flat)
+    result.zero_variance_groups += len(flat)
     return result
 
 
