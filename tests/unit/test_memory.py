@@ -331,6 +331,11 @@ def test_each_optimizer_of_a_recipe_is_counted_with_its_own_settings(tmp_path: P
     scored = {"method": "reward_model", "reward_model": {"sample_groups": 1, "optimizer": saving}}
     judge = demand_of(Config.model_validate(recipe | scored))
     assert (judge.micro_batch_tokens, judge.offload_moments, judge.offload_activations) == (4096, True, True)
+    for own, critic, counted in ((4096, 1024, 4096), (1024, 4096, 4096)):
+        optimizers = [{"optimizer": {"micro_batch_tokens": tokens}} for tokens in (own, critic)]
+        for algorithm, tokens in (("ppo", counted), ("grpo", own)):
+            rl = {**optimizers[0], "critic": optimizers[1], "algorithm": algorithm}
+            assert demand_of(Config.model_validate(recipe | {"rl": rl})).micro_batch_tokens == tokens
 
 
 def test_the_sizes_are_those_of_the_code() -> None:

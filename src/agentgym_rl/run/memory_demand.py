@@ -53,6 +53,10 @@ def demand_of(config: Config, *, gpu: bool = True) -> Demand:
     lora = config.model.lora
     longest = config.longest_context()
     teacher, teacher_has_adapters = teacher_shape(rl.distill if config.online else None)
+    passes = _memory_settings(optimizer)
+    critic = config.online and rl.algorithm == "ppo"
+    if critic:
+        passes["micro_batch_tokens"] = max(optimizer.micro_batch_tokens, rl.critic.optimizer.micro_batch_tokens)
     place = partial(_place, own=config.model.device, any_is_own=scale is not None, gpu=gpu)
     return Demand(
         shape=shape,
@@ -62,13 +66,13 @@ def demand_of(config: Config, *, gpu: bool = True) -> Demand:
         distributed=scale is not None,
         colocated=scale is None or scale.layout == "colocated",
         reference=config.online and rl.kl_coef > 0,
-        critic=config.online and rl.algorithm == "ppo",
+        critic=critic,
         teacher=teacher,
         teacher_has_adapters=teacher_has_adapters,
         driver=_driver_models(config.judge, config.rewards, place),
         overlap=config.online and (rl.overlap > 0 or config.engine.kind == "vllm"),
         trained=None if lora is None else _adapter_parameters(shape, lora.rank),
-        **_memory_settings(optimizer),
+        **passes,
         shard_ranks=scale.shard_ranks if scale else None,
         offload=scale is not None and scale.offload,
         reduce_once=scale is not None and scale.reduce_gradients == "update",

@@ -112,11 +112,11 @@ class RLLearner(Updater):
         parts = self._minibatches(batch, seed)
         results = []
         for _ in range(self._rl.epochs):
-            for samples, part in parts:
+            for samples, policy_part, critic_part in parts:
                 if not policy_frozen:
-                    results.append(self.update(part, lambda m, s=samples: self._loss(m, s)))  # type: ignore[misc]
+                    results.append(self.update(policy_part, lambda m, s=samples: self._loss(m, s)))  # type: ignore[misc]
                 if self.critic is not None:
-                    results.append(self.critic.learn(part))
+                    results.append(self.critic.learn(critic_part))
         self.steps += 1
         metrics = _average(results) | by_turn(batch.samples)
         if self._reference is not None and "kl/reference" in metrics:
@@ -134,13 +134,18 @@ class RLLearner(Updater):
         if self.critic is not None:
             self.critic.restore(state["critic"])
 
-    def _minibatches(self, batch: Batch, seed: int) -> list[tuple[list[Sample], list[MicroBatch]]]:
-        """Return equal shares of the samples, with weights scaled so that each is normalised like a whole batch."""
+    def _minibatches(self, batch: Batch, seed: int) -> list[tuple[list[Sample], list[MicroBatch], list[MicroBatch]]]:
+        """Return equal shares of the batch as (samples, micro-batches of the policy, micro-batches of the critic).
+
+        Weights are scaled so that each share is normalised like a whole batch.
+        """
         shares = batch.parts or sample_parts(batch, self._rl.minibatches, seed)
         parts = []
         for share in shares:
             samples = [batch.samples[i] for i in share]
-            parts.append((samples, self.micro_batches(samples, [batch.weights[i] * len(shares) for i in share])))
+            weights = [batch.weights[i] * len(shares) for i in share]
+            critic_part = [] if self.critic is None else self.critic.micro_batches(list(samples), weights)
+            parts.append((samples, self.micro_batches(samples, weights), critic_part))
         return parts
 
     def _loss(self, micro: MicroBatch, samples: list[Sample]) -> tuple[Tensor, dict[str, Tensor]]:
