@@ -55,3 +55,24 @@ def test_a_pass_of_the_critic_that_does_not_fit_names_its_own_size(monkeypatch: 
     monkeypatch.setattr(critic, "_loss", full)
     with pytest.raises(DeviceFull, match="a pass of up to 30 tokens"):
         learner.learn(batch, 0)
+
+
+def test_the_policy_decays_to_its_minimum_after_the_critics_warm_up() -> None:
+    rl = settings_of("ppo", steps=4, minibatches=2, critic={"warmup_steps": 2})
+    decaying = replace(rl.optimizer, lr=1e-3, decay="linear", min_lr_ratio=0.1)
+    rl = replace(rl, optimizer=decaying, critic=replace(rl.critic, optimizer=decaying))
+    rates: list[float] = []
+    critic_rates: list[float] = []
+    learner = RLLearner(tiny_model(1), rl, 1.0, None, small_critic())
+    for step in range(rl.steps):
+        if step == 3:  # a resumed run continues the schedules
+            saved = learner.state()
+            learner = RLLearner(tiny_model(1), rl, 1.0, None, small_critic())
+            learner.restore(saved)
+        assert learner.critic is not None
+        before, critic_before = learner.updates, learner.critic.updates
+        learner.learn(prepared(learner, varied_groups(), rl), step)
+        rates += [learner.learning_rate(i) for i in range(before, learner.updates)]
+        critic_rates += [learner.critic.learning_rate(i) for i in range(critic_before, learner.critic.updates)]
+    assert rates == pytest.approx([1e-3, 7e-4, 4e-4, 1e-4])
+    assert critic_rates == pytest.approx([1e-3 - i * 9e-4 / 7 for i in range(8)])

@@ -44,7 +44,8 @@ class RLLearner(Updater):
         teacher: ModelContext | None = None,
     ) -> None:
         check_plain_head(model, ranks)
-        total = settings.steps * settings.updates_per_step
+        updates = settings.updates_per_step
+        waiting = settings.critic.warmup_steps if settings.algorithm == "ppo" else 0
         # Copy the model before it is sharded over ranks. The caller shards what it passes in.
         if settings.kl_coef == 0.0:
             reference = None
@@ -54,7 +55,7 @@ class RLLearner(Updater):
             reference = lambda: nullcontext(frozen)  # noqa: E731
         if settings.algorithm == "ppo" and critic is None:
             critic = ValueModel(copy.deepcopy(model.get_decoder()), model.config.hidden_size)
-        super().__init__(model, settings.optimizer, total, ranks)
+        super().__init__(model, settings.optimizer, (settings.steps - waiting) * updates, ranks)
         self._rl, self._temperature = settings, temperature
         self.kl_coef = settings.kl_coef
         """Current weight of the KL term; `kl_target` changes it."""
@@ -63,7 +64,7 @@ class RLLearner(Updater):
         self.critic: Critic | None = None
         if settings.algorithm == "ppo":
             assert critic is not None
-            self.critic = Critic(critic, settings.critic, total, ranks)
+            self.critic = Critic(critic, settings.critic, settings.steps * updates, ranks)
 
     def score(self, samples: list[Sample], *, policy_only: bool = False) -> None:
         """Add what the estimator or the loss needs from the models before an update, to samples that lack it.
