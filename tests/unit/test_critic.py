@@ -76,3 +76,15 @@ def test_the_policy_decays_to_its_minimum_after_the_critics_warm_up() -> None:
         critic_rates += [learner.critic.learning_rate(i) for i in range(critic_before, learner.critic.updates)]
     assert rates == pytest.approx([1e-3, 7e-4, 4e-4, 1e-4])
     assert critic_rates == pytest.approx([1e-3 - i * 9e-4 / 7 for i in range(8)])
+
+
+@pytest.mark.parametrize("aggregate", ["token", "trajectory", "constant"])
+@pytest.mark.parametrize("warmup_steps", [0, 1])
+def test_the_values_error_is_a_mean_whatever_the_aggregate(aggregate: Any, warmup_steps: int) -> None:
+    rl = settings_of("ppo", aggregate=aggregate, critic={"warmup_steps": warmup_steps})
+    learner = RLLearner(tiny_model(1), rl, 1.0, None, small_critic())
+    batch = prepared(learner, varied_groups(), rl)
+    errors = [[abs(v - g) for v, g in zip(s.values, s.returns, strict=True)] for s in batch.samples]
+    weights = [weight for weight, own in zip(batch.weights, errors, strict=True) for _ in own]
+    total = sum(w * e for w, e in zip(weights, (e for own in errors for e in own), strict=True))
+    assert learner.learn(batch, 0)["value/error"] == pytest.approx(total / sum(weights), rel=1e-5)

@@ -68,6 +68,7 @@ class Critic(Updater):
             "loss": "value/loss",
             "grad/norm": "value/grad_norm",
             "value/error": "value/error",
+            "covered": "covered",
             "skipped": "skipped",
         }
         return {names[name]: value for name, value in metrics.items() if name in names}
@@ -76,7 +77,7 @@ class Critic(Updater):
         values_A, _ = self.model(micro)
         loss_A = value_loss(values_A, micro.values_A, micro.returns_A, self._bound)
         error = (micro.weights_A * (values_A - micro.returns_A).abs()).sum()
-        return (micro.weights_A * loss_A).sum(), {"value/error": error}
+        return (micro.weights_A * loss_A).sum(), {"value/error": error, "covered": micro.weights_A.sum()}
 
     def state(self) -> dict[str, Any]:
         with self.model.switch():

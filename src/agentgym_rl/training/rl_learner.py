@@ -26,7 +26,10 @@ from agentgym_rl.training.ranks import SINGLE_PROCESS, Ranks
 from agentgym_rl.training.settings import RLSettings
 from agentgym_rl.types import Sample
 
-WEIGHTED = ("entropy/mean", "clip/fraction", "mismatch/abs", "mismatch/kl", "kl/reference", "importance/kept")
+WEIGHTED = (
+    *("entropy/mean", "clip/fraction", "mismatch/abs", "mismatch/kl", "kl/reference", "importance/kept"),
+    "value/error",
+)
 """Metrics that are sums weighted by token weights."""
 
 
