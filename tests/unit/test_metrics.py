@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 from training_for_tests import group, trajectory
 
-from agentgym_rl.training.metrics import episode_metrics, input_dependence, surprise
+from agentgym_rl.training.metrics import DEPENDENCE_GROUPS, episode_metrics, input_dependence, surprise
 from agentgym_rl.types import Group, Message, StopReason, Task, Trajectory
 
 
@@ -226,3 +226,19 @@ def test_sums_do_not_depend_on_hashes() -> None:
         for seed in ("1", "2", "3")
     }
     assert len(outputs) == 1
+
+
+def test_dependence_compares_groups_of_all_environments_in_turn() -> None:
+    def played(env: str, item: int, reply: str) -> Group:
+        messages = [Message("user", f"task {item}"), Message("assistant", reply)]
+        return Group(
+            Task(env, item), [Trajectory(f"{item}-{i}", Task(env, item), messages, [0.0], [{}]) for i in range(4)]
+        )
+
+    dependent = [played("a", item, f"take {item}") for item in range(DEPENDENCE_GROUPS)]
+    constant = [played("b", item, "always the same") for item in range(DEPENDENCE_GROUPS + 8)]
+    metrics = episode_metrics(dependent + constant)
+    half = DEPENDENCE_GROUPS // 2
+    assert metrics["replies/dependence"] == episode_metrics(constant[:half] + dependent[:half])["replies/dependence"]
+    assert metrics["b/replies/dependence"] == pytest.approx(0.0, abs=1e-9)
+    assert 0.4 < metrics["replies/dependence"] < metrics["a/replies/dependence"]

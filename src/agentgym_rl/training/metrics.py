@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import pairwise
+from itertools import chain, pairwise, zip_longest
 from math import comb, fsum
 from operator import mul
 from statistics import fmean, median, pstdev
@@ -21,7 +21,7 @@ WORDS_COMPARED = 64
 CHANCE_REPLIES = 2.0
 """Pseudo-count of replies that differ by chance. A few different replies among equal ones are then no dependence."""
 DEPENDENCE_GROUPS = 32
-"""Groups of a step whose replies are compared by `replies/dependence`: enough for the estimate."""
+"""Groups of a step, from all environments in turn, whose replies `replies/dependence` compares: enough for it."""
 
 
 @dataclass(slots=True)
@@ -282,8 +282,12 @@ def input_dependence(trajectories: list[Trajectory]) -> float | None:
 
 def _dependence(groups: list[Group]) -> float | None:
     """Return `input_dependence` of the usable episodes of at most DEPENDENCE_GROUPS groups."""
+    by_env: dict[str, list[Group]] = defaultdict(list)
+    for group in groups:
+        by_env[group.task.env].append(group)
+    in_turn = [group for group in chain(*zip_longest(*by_env.values())) if group is not None]
     turns: dict[tuple[str, int], dict[_Input, _Sum]] = defaultdict(dict)
-    for group in groups[:DEPENDENCE_GROUPS]:
+    for group in in_turn[:DEPENDENCE_GROUPS]:
         for (turn, observation), replies in reply_cells(group).items():
             inputs, key = turns[group.task.env, turn], (group.task.item, observation)
             inputs[key] = replies if key not in inputs else _joined([inputs[key], replies])
