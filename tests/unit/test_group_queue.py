@@ -101,6 +101,18 @@ async def test_an_adaptive_stage_counts_the_groups_that_were_played_under_it_onl
     assert [asked[i : i + 8] for i in range(0, 96, 8)] == [[int(t)] * 8 for t in turns]
 
 
+@pytest.mark.parametrize("bound", [1, 3])
+async def test_the_horizon_of_an_environment_without_a_group_in_a_step_does_not_flicker(bound: int) -> None:
+    bench = Bench()
+    settings = HorizonSettings(kind="adaptive", turns=(2, 4, 6, 8), window=1, steps_per_stage=2)
+    bench.state.horizons["a"] = make_horizon(settings)
+    await bench.run(replace(SETTINGS, steps=40, groups_per_step=1, max_staleness=bound))
+    turns = [row["horizon/a"] for row in bench.rows]
+    assert turns == sorted(turns)
+    assert turns[-1] > turns[0]
+    assert [row["horizon/b"] for row in bench.rows] == [*range(1, 8), *[7] * 33], "a schedule is reported as it is"
+
+
 async def test_groups_under_way_are_played_again_after_a_resume_and_ended_ones_are_kept() -> None:
     settings = replace(SETTINGS, steps=12, max_staleness=2)
     whole, resumed = Uneven(), Uneven()

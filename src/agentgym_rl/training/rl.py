@@ -280,7 +280,8 @@ async def _play_step(
 async def _take_step(step: int, state: RLState, queue: GroupQueue, settings: RLSettings, seed: int) -> dict[str, int]:
     """Start the groups of steps up to max_staleness ahead, and take a step's groups into `state.played`.
 
-    Return the horizons of these, by environment.
+    Return the horizons of these, by environment. An environment without a group in this step has its present horizon,
+    or a smaller one that its next group was started under.
     """
     started = time.perf_counter()
     while state.started_steps < min(settings.steps, step + settings.max_staleness + 1):
@@ -290,11 +291,13 @@ async def _take_step(step: int, state: RLState, queue: GroupQueue, settings: RLS
             queue.groups.append(QueuedGroup(task, turns, group_seed))
         state.started_steps += 1
     queue.play()
-    played_under = {queued.task.env: queued.turns for queued in queue.groups[: settings.groups_per_step]}
+    oldest = {queued.task.env: queued.turns for queued in reversed(queue.groups)}
+    turns = {env: min(of_env, state.horizons[env].turns) for env, of_env in oldest.items()}
+    turns |= {queued.task.env: queued.turns for queued in queue.groups[: settings.groups_per_step]}
     with rare_collections():
         state.played = await queue.take(settings.groups_per_step)
     state.played_s = time.perf_counter() - started
-    return played_under
+    return turns
 
 
 async def _collect(
