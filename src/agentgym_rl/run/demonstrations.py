@@ -93,26 +93,41 @@ def _held_out(context: RunContext) -> set[tuple[str, int]]:
 def to_samples(
     demonstrations: Sequence[Demonstration],
     renderer: Renderer,
-    max_context: int,
+    max_tokens: int,
+    reason: str,
     console: Console,
     *,
     train_thoughts: bool = True,
 ) -> list[Sample]:
-    """Return samples to imitate, without those longer than `max_context` tokens, which no agent could play.
+    """Return samples to imitate, without those longer than `max_tokens`, which no agent could play.
 
-    A text with more characters than so many tokens can have is left out before it is tokenised.
+    A text with more characters than so many tokens can have is left out before it is tokenised. `reason` says what the
+    number of tokens is.
     """
-    max_chars = max_context * renderer.max_token_chars
+    max_chars = max_tokens * renderer.max_token_chars
     short = [d for d in demonstrations if _longest(d, whole=renderer.linear) <= max_chars]
     samples = [s for d in short for s in segment_samples(d, renderer, train_thoughts=train_thoughts)]
-    kept = [s for s in samples if len(s.token_ids) <= max_context]
-    total = len(samples) + len(demonstrations) - len(short)
+    return fitting_samples(samples, max_tokens, reason, console, not_tokenised=len(demonstrations) - len(short))
+
+
+def fitting_samples(
+    samples: Sequence[Sample], max_tokens: int, reason: str, console: Console, *, not_tokenised: int = 0
+) -> list[Sample]:
+    """Return the samples of at most `max_tokens`. Warn how many are longer, with texts that were `not_tokenised`."""
+    kept = [sample for sample in samples if len(sample.token_ids) <= max_tokens]
+    total = len(samples) + not_tokenised
     if len(kept) < total:
         console.warn(
-            f"{total - len(kept)} of {total} conversations are longer than "
-            f"agent.max_context = {max_context} tokens and left out"
+            f"{total - len(kept)} of {total} conversations are longer than {reason} = {max_tokens} tokens and left out"
         )
     return kept
+
+
+def longest_sample(max_context: int, positions: int | None) -> tuple[int, str]:
+    """Return the most tokens of a sample, and what sets the limit: the recipe, or the `positions` of the model."""
+    if positions is not None and positions < max_context:
+        return positions, "the model's context"
+    return max_context, "agent.max_context"
 
 
 def _longest(demonstration: Demonstration, *, whole: bool) -> int:

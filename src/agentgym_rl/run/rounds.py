@@ -30,9 +30,11 @@ from agentgym_rl.run.context import RunContext
 from agentgym_rl.run.demonstrations import (
     Demonstration,
     fitting_pairs,
+    fitting_samples,
     load_demonstrations,
     load_preferences,
     load_trajectories,
+    longest_sample,
     repeated_tokens,
     segment_samples,
     to_sample,
@@ -144,6 +146,8 @@ class RoundMaker:
         """`demonstrations`: the recipe's `[data]`, if it has been read already."""
         self.context, self.backend, self._demonstrations = context, backend, demonstrations
         self.config, self.log, self.console = context.config, context.log, context.console
+        self.max_tokens, self.reason = longest_sample(self.config.longest_context(), backend.max_context)
+        """Most tokens of a sample, and the name of this limit."""
 
     @property
     def count(self) -> int:
@@ -226,7 +230,7 @@ class RoundMaker:
             for t in played
             for sample in labelled(t, renderer.reply_ids, parse, corrector, skip, repeated_tokens(t, renderer))
         ]
-        kept = [s for s in samples if len(s.token_ids) <= config.longest_context()]
+        kept = fitting_samples(samples, self.max_tokens, self.reason, self.console)
         agreed = agreement((m for t in played for m in t.messages), parse)
         earlier = read_round(self.log.root, current.number - 1).samples if current.number > 1 else {}
         current.samples = {
@@ -240,8 +244,9 @@ class RoundMaker:
         }
         if not any(current.samples.values()):
             raise ConfigError(
-                f"round {current.number}: the oracle advised no turn of {len(played)} episodes: raise dagger.tasks, "
-                "dagger.max_turns or agent.max_context"
+                f"round {current.number}: the oracle advised no turn of {len(played)} episodes within {self.reason} = "
+                f"{self.max_tokens} tokens: raise dagger.tasks, dagger.max_turns or agent.max_context, or choose a "
+                "model that reads more"
             )
         self.console.note(f"the agent agreed with the oracle in {100 * agreed:.1f}% of its own turns")
         if settings.correct_thoughts:
@@ -288,18 +293,16 @@ class RoundMaker:
 
     def _fitting(self, pairs: list[Pair], number: int) -> tuple[list[Pair], dict[int, Sample]]:
         """Return the pairs whose episodes the model can read, and the samples of these by `id` of the episode."""
-        longest, positions = self.config.longest_context(), self.backend.max_context
-        reason = "agent.max_context" if longest <= positions else "the model's context"
         renderer, train_thoughts = self.backend.renderer, self.config.agent.train_thoughts
         judges = self.config.reward_model is not None
         make_sample = to_transcript if judges else partial(to_sample, train_thoughts=train_thoughts)
         kept, samples = fitting_pairs(
-            pairs, partial(make_sample, renderer=renderer), min(longest, positions), reason, self.console
+            pairs, partial(make_sample, renderer=renderer), self.max_tokens, self.reason, self.console
         )
         if not kept:
             raise ConfigError(
                 f"round {number}: each of {len(pairs)} pairs has an episode without a token to train on or longer than "
-                f"{reason} = {min(longest, positions)} tokens: raise agent.max_context, choose a model that reads "
+                f"{self.reason} = {self.max_tokens} tokens: raise agent.max_context, choose a model that reads "
                 "more, or set agent.train_thoughts = true"
             )
         return kept, samples
@@ -312,12 +315,16 @@ class RoundMaker:
         samples = to_samples(
             demonstrations,
             self.backend.renderer,
-            self.config.longest_context(),
+            self.max_tokens,
+            self.reason,
             self.console,
             train_thoughts=self.config.agent.train_thoughts,
         )
         if not samples:
-            raise ConfigError("data: every conversation is longer than agent.max_context: raise it")
+            raise ConfigError(
+                f"data: no conversation has a token to train on and at most {self.reason} = {self.max_tokens} tokens: "
+                "raise agent.max_context, choose a model that reads more, or give shorter conversations"
+            )
         return samples
 
     async def _play(

@@ -15,10 +15,15 @@ from agentgym_rl.run.backend import Trainer
 from agentgym_rl.run.collectors import ProgramDemonstrations, make_external
 from agentgym_rl.run.console import Console
 from agentgym_rl.run.context import RunContext
-from agentgym_rl.run.demonstrations import Demonstration, play_demonstrations, to_samples
+from agentgym_rl.run.demonstrations import (
+    Demonstration,
+    longest_sample,
+    play_demonstrations,
+    to_samples,
+)
 from agentgym_rl.run.load_model import choose_device, load_from
 from agentgym_rl.training.lora import add_adapter
-from agentgym_rl.training.model import load_tokenizer
+from agentgym_rl.training.model import load_tokenizer, positions_of
 from agentgym_rl.training.ranks import SINGLE_PROCESS, Ranks
 from agentgym_rl.training.scratch import build_model, build_tokenizer, write_calls
 from agentgym_rl.training.sft import SFT
@@ -62,11 +67,25 @@ async def prepare(context: RunContext, conversations: Sequence[list[Message]] = 
         texts = () if config.agent.context == "full" else (ASK, LEFT_OUT, SUMMARISED)
         tokenizer = word_tokenizer([*conversations, [Message("user", text) for text in texts]])
     renderer = Renderer(tokenizer, config.model.chat_template, thoughts=config.agent.thoughts)
-    max_context = config.longest_context()
-    samples = to_samples(played, renderer, max_context, context.console, train_thoughts=config.agent.train_thoughts)
-    if warm is not None and not samples:
-        raise ConfigError(f"warm_start: no episode has a reply and at most agent.max_context = {max_context} tokens")
+    if warm is None:
+        return Start(tokenizer, [])
+    max_tokens, reason = longest_sample(config.longest_context(), _positions(config.model))
+    train_thoughts = config.agent.train_thoughts
+    samples = to_samples(played, renderer, max_tokens, reason, context.console, train_thoughts=train_thoughts)
+    if not samples:
+        raise ConfigError(
+            f"warm_start: no episode has a token to train on and at most {reason} = {max_tokens} tokens: lower "
+            "warm_start.max_turns, raise agent.max_context, or choose a model that reads more"
+        )
     return Start(tokenizer, samples)
+
+
+def _positions(model: ModelConfig) -> int | None:
+    """Return the tokens that the recipe's model reads at a time, or None if there is no limit."""
+    if model.scratch is not None:
+        return model.scratch.max_context
+    assert model.path is not None
+    return positions_of(model.path)
 
 
 async def _warm_start_demonstrations(context: RunContext, warm: WarmStartConfig) -> list[Demonstration]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from agentgym_rl.errors import ConfigError
@@ -52,6 +52,12 @@ def load_model(path: str, *, device: str, dtype: torch.dtype, ranks: Ranks = SIN
 def load_tokenizer(path: str) -> Any:
     with _explain_load_errors(path, "tokenizer") as name:
         return AutoTokenizer.from_pretrained(name)
+
+
+def positions_of(path: str) -> int | None:
+    """Return the tokens that a model reads at a time, or None if its config.json does not limit them."""
+    with _explain_load_errors(path, "model") as name:
+        return getattr(AutoConfig.from_pretrained(name), "max_position_embeddings", None)
 
 
 @contextmanager
