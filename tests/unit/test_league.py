@@ -89,6 +89,21 @@ def test_snapshots_are_taken_drawn_pruned_and_restored(tmp_path: Path) -> None:
     assert snapshots.ratings == {LEARNER: 1010.0}
 
 
+def test_games_against_a_pruned_snapshot_are_rated_with_its_rating(tmp_path: Path) -> None:
+    """With rl.overlap = 1 a step's games are rated after the snapshot they were played against was pruned."""
+    ratings = league(tmp_path, size=1)
+    ratings.restart()
+    ratings.ratings[LEARNER] = 1200.0
+    ratings.add(1)
+    ratings.add(2)
+    ratings.prune(oldest_checkpoint=2)
+    assert ratings.steps == [2]
+    ratings.observe(game(0, 0.0, opponent="past@1"))
+    assert ratings.ratings[LEARNER] == 1200.0, "a draw between equals"
+    with pytest.raises(KeyError):
+        ratings.observe(game(1, 0.0, opponent="past@7"))
+
+
 def test_a_league_without_its_snapshots_cannot_be_restored(tmp_path: Path) -> None:
     snapshots = league(tmp_path / "league", size=2, every=2)
     snapshots.restart()

@@ -28,6 +28,8 @@ START_RATING = 1000.0
 """Rating of the learner at the start of a run, and of every player that is no snapshot."""
 RATING_STEP = 4.0
 """Points of a game between equals: half of them are won or lost (Elo's K)."""
+SNAPSHOT = "past@"
+"""Start of the name of a player that is a snapshot of the learner. Its step follows."""
 
 
 class Frozen:
@@ -54,7 +56,8 @@ class Frozen:
 class League:
     """Snapshots of the learner in a folder, one per `every` steps, and the learner's Elo rating against them.
 
-    A snapshot keeps the rating that the learner had when it was taken.
+    A snapshot keeps the rating that the learner had when it was taken. Games that end after its folder is deleted are
+    rated with it, too.
     """
 
     def __init__(self, root: Path, size: int, every: int, export: Callable[[Path], None]) -> None:
@@ -111,7 +114,6 @@ class League:
         """Delete snapshots that no run needs which is resumed from any of its checkpoints."""
         for step in [s for s in self.steps if s <= oldest_checkpoint][: -self._size]:
             shutil.rmtree(self.folder(step))
-            self.ratings.pop(snapshot_name(step), None)
 
     def observe(self, groups: Iterable[Group]) -> None:
         """Update the learner's rating with games against other players, in their order."""
@@ -122,7 +124,7 @@ class League:
                 self.ratings[LEARNER] += RATING_STEP * (score - expected)
 
     def _rating(self, player: str) -> float:
-        return self.ratings.get(player, START_RATING)
+        return self.ratings[player] if player.startswith(SNAPSHOT) else START_RATING
 
     def metrics(self) -> dict[str, float]:
         """Return the learner's rating; nothing if no role is played by the learner's past."""
@@ -131,7 +133,7 @@ class League:
 
 def snapshot_name(step: int) -> str:
     """Return the name of the player that is a snapshot of the learner."""
-    return f"past@{step}"
+    return f"{SNAPSHOT}{step}"
 
 
 def games_of(groups: Iterable[Group]) -> Sequence[tuple[Trajectory, list[Trajectory]]]:
@@ -274,7 +276,7 @@ class Team:
 
     async def _free_unused(self) -> None:
         needed = {snapshot_name(step) for step in self.snapshots}
-        for name in [n for n in self._frozen if n.startswith("past@") and n not in needed]:
+        for name in [n for n in self._frozen if n.startswith(SNAPSHOT) and n not in needed]:
             await self._frozen.pop(name).close()
 
     async def close(self) -> None:
