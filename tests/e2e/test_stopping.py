@@ -8,6 +8,7 @@ import io
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,7 +31,7 @@ from cluster_for_tests import (
     workers,
 )
 from envs_for_tests import Counting
-from runs_for_tests import counting_config, final_weights, quiet, train_counting
+from runs_for_tests import comparable_trajectories, counting_config, final_weights, quiet, train_counting
 
 from agentgym_rl.agent.engines.vllm.process_cleanup import owning_processes
 from agentgym_rl.commands.train import train
@@ -151,6 +152,19 @@ async def test_resuming_falls_back_to_the_newest_complete_checkpoint_and_says_so
         (folder / "trainer.pt").unlink()
     with pytest.raises(ConfigError, match=r"no checkpoint in .* is complete \(step_\d+: trainer\.pt is missing; step_"):
         await run(resume=True)
+
+
+async def test_a_run_whose_checkpoints_were_removed_starts_from_the_beginning(tmp_path: Path) -> None:
+    run, longer = tmp_path / "run", counting_config(rl__steps=3)
+    await train_counting(longer, run)
+    first = comparable_trajectories(run)
+    shutil.rmtree(run / "checkpoints")
+    summary = await train_counting(counting_config(), run, resume=True)
+    assert steps_of(run) == [1, 2]
+    assert [stage["turns"] for stage in summary["stages"]] == [2, 4]
+    again = comparable_trajectories(run)
+    assert {int(name[-12:-6]) for name in again} == {0, 1, 2}, "step 3 is not played again"
+    assert again["warmstart_000000.jsonl"] == first["warmstart_000000.jsonl"]
 
 
 @pytest.mark.long

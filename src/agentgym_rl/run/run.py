@@ -62,6 +62,8 @@ class Run(ABC):
             self.evaluations, self.context.seconds_before = saved["evaluations"], saved["seconds"]
             self.saved_step = saved["step"]
             await self.restore(saved)
+        elif self.log.resumed:
+            self.log.truncate_after(0)  # earlier processes may have left steps whose checkpoints are gone
         self.stop.may_cancel = self.may_stop
         if saved is not None and self.stop.asked:
             self.stop_here()
