@@ -91,7 +91,7 @@ def test_the_last_override_of_a_key_counts(recipe: Path) -> None:
         ("rl.groups_per_step=0", "rl: groups_per_step must be at least 1, got 0"),
         ("rl.minibatches=0", "rl: minibatches must be at least 1"),
         ("rl.epochs=0", "rl: epochs must be at least 1"),
-        ("rl.group_size=1", "rl: group_size: grpo .* at least 2, got 1"),
+        ("rl.group_size=1", r"rl\.group_size: grpo .* at least 2, got 1"),
         ("rl.kl_coef=-0.1", "rl: kl_coef must be at least 0"),
         ("rl.importance_cap=0.5", "rl: importance_cap must be at least 1"),
         ("rl.sequence_mask_low=1.1", "rl: sequence_mask_low must be at most 1"),
@@ -205,6 +205,28 @@ def test_an_impossible_number_of_cores_is_refused(recipe: Path) -> None:
     ],
 )
 def test_conflicting_settings_are_refused_with_the_reason(recipe: Path, overrides: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        load_config(recipe, overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["rl.group_size=1"], r"rl\.group_size: grpo compares .* at least 2, got 1$"),
+        (["environments.0.group_size=1"], r"environment \w+: group_size: grpo compares .* at least 2, got 1$"),
+        (
+            ["rl.algorithm=ppo", "rl.keep_groups=0.5", "environments.0.group_size=1"],
+            r"environment \w+: group_size: rl\.keep_groups compares .* at least 2, got 1$",
+        ),
+        (["rl.group_size=1", "environments.0.group_size=4"], ""),
+        (["rl.group_size=1", "rl.tree={}", "rl.keep_groups=0.5"], ""),
+        (["rl.algorithm=ppo", "environments.0.group_size=1"], ""),
+    ],
+)
+def test_groups_that_are_compared_have_two_episodes(recipe: Path, overrides: list[str], reason: str) -> None:
+    if not reason:
+        assert load_config(recipe, overrides)
+        return
     with pytest.raises(ConfigError, match=reason):
         load_config(recipe, overrides)
 

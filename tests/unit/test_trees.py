@@ -355,8 +355,6 @@ def test_a_tree_refuses_settings_that_it_cannot_use() -> None:
             RLSettings(tree=TreeSettings(), **wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="branches must be at least 1"):
         TreeSettings(branches=0)
-    for single in ({}, {"keep_groups": 0.5}):  # a tree has its own number of episodes
-        assert RLSettings(tree=TreeSettings(), group_size=1, **single).group_size == 1  # type: ignore[arg-type]
 
 
 async def test_a_branch_is_written_with_its_parent_and_old_files_load() -> None:

@@ -35,7 +35,6 @@ from agentgym_rl.training.offline_settings import (
 )
 from agentgym_rl.training.reward_settings import JudgeSettings, RewardSettings, reward_problem
 from agentgym_rl.training.settings import (
-    GROUP_ALGORITHMS,
     HorizonSettings,
     RLSettings,
     SFTSettings,
@@ -163,13 +162,7 @@ class Config(Section):
             raise ValueError("model.scratch needs warm_start: its tokenizer and grammar come from there")
         if self.scale is not None and not self.checkpoint.optimizer:
             raise ValueError("checkpoint.optimizer = false is for runs in one process: remove it or [scale]")
-        for env in self.environments:
-            compared = self.online and self.rl.algorithm in GROUP_ALGORITHMS
-            if compared and env.group_size is not None and env.group_size < 2:
-                raise ValueError(
-                    f"environment {env.name}: {self.rl.algorithm} compares the episodes of a group, so group_size must "
-                    f"be at least 2, got {env.group_size}"
-                )
+        self._check_group_sizes()
         if self.scale is not None and self.scale.layout == "colocated" and self.rl.asynchronous:
             raise ValueError(
                 "scale.layout = 'colocated' frees the engines' memory for the learner, rl.overlap and rl.max_staleness "
@@ -218,6 +211,14 @@ class Config(Section):
         if self.method in ("dpo", "dagger", "reward_model") and self.agent.context != "full":
             raise ValueError(f"agent.context: {self.method} needs 'full', got {self.agent.context!r}: remove it")
         return self
+
+    def _check_group_sizes(self) -> None:
+        comparison = self.rl.group_comparison() if self.online else ""
+        for env in self.environments:
+            size = self.group_sizes()[env.name]
+            if comparison and size < 2:
+                setting = "rl.group_size" if env.group_size is None else f"environment {env.name}: group_size"
+                raise ValueError(f"{setting}: {comparison}, so it needs at least 2, got {size}")
 
     def _check_external_agent(self) -> None:
         agent, warm = self.agent, self.warm_start

@@ -402,11 +402,6 @@ class RLSettings(SettingsSection):
         algorithm, credit = self.algorithm, self.credit
         if (algorithm, credit) in INVALID:
             yield f"credit = {credit!r} cannot be used with {algorithm}: {INVALID[algorithm, credit]}"
-        if algorithm in GROUP_ALGORITHMS and self.group_size < 2 and self.tree is None:
-            yield (
-                f"group_size: {algorithm} compares the episodes of a group, so it needs at least 2, "
-                f"got {self.group_size}"
-            )
         if self.loss == "gspo" and algorithm == "ppo":
             yield "loss = 'gspo' cannot be used with ppo: it has one ratio per trajectory, GAE one advantage per token"
         if self.resample_rounds and algorithm not in ZERO_VARIANCE_ALGORITHMS:
@@ -437,8 +432,6 @@ class RLSettings(SettingsSection):
         yield from self._correction_problems()
         if not 0.0 < self.keep_groups <= 1.0:
             yield f"keep_groups must lie in (0, 1], got {self.keep_groups}"
-        if self.keep_groups < 1.0 and self.group_size < 2 and self.tree is None:
-            yield f"keep_groups compares the rewards of a group: group_size must be 2 or more, got {self.group_size}"
         if self.overlap > 1:
             yield f"overlap must be 0 (on-policy) or 1 (one step off), got {self.overlap}"
         if self.max_staleness and self.overlap:
@@ -484,6 +477,12 @@ class RLSettings(SettingsSection):
             f"rl.correction.first_stage_steps = {self.correction.first_stage_steps} leaves none of rl.steps = "
             f"{self.steps} for both attempts to learn: lower it"
         )
+
+    def group_comparison(self) -> str:
+        """Return what compares the episodes of a group, which then needs at least 2, or nothing."""
+        if self.algorithm in GROUP_ALGORITHMS:
+            return f"{self.algorithm} compares the episodes of a group"
+        return "rl.keep_groups compares the rewards of a group" if self.keep_groups < 1.0 else ""
 
     @property
     def updates_per_step(self) -> int:
