@@ -63,6 +63,16 @@ def test_the_saved_config_is_a_recipe_of_the_same_run(tmp_path: Path, method: st
     assert tomllib.loads(path.read_text())["method"] == method
 
 
+@pytest.mark.parametrize("method", ["dpo", "reward_model"])
+def test_pairs_need_groups_of_two_in_each_environment(tmp_path: Path, method: str) -> None:
+    own = "environments.0.group_size=1"
+    with pytest.raises(ConfigError, match=f"environment keydoor: group_size: {method} builds pairs .* 2, got 1$"):
+        load(tmp_path, method, own)
+    files = (f"{method}.sample_groups=0", "data.files=['runs/a']")
+    assert load(tmp_path, method, own, *files), "nothing is played"
+    assert load(tmp_path, "agentevol", own), "episodes are not compared"
+
+
 def _without_none(value: object) -> object:
     if isinstance(value, dict):
         return {k: _without_none(v) for k, v in value.items() if v is not None}

@@ -214,8 +214,12 @@ class Config(Section):
 
     def _check_group_sizes(self) -> None:
         comparison = self.rl.group_comparison() if self.online else ""
+        sizes = self.group_sizes()
+        if (pairs := self.dpo or self.reward_model) is not None and pairs.sample_groups:
+            comparison = f"{self.method} builds pairs of the episodes of a group"
+            sizes = {env.name: env.group_size or pairs.group_size for env in self.environments}
         for env in self.environments:
-            size = self.group_sizes()[env.name]
+            size = sizes[env.name]
             if comparison and size < 2:
                 setting = "rl.group_size" if env.group_size is None else f"environment {env.name}: group_size"
                 raise ValueError(f"{setting}: {comparison}, so it needs at least 2, got {size}")

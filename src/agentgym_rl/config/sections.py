@@ -78,7 +78,7 @@ class EnvironmentConfig(Section):
     horizon: HorizonSettings | None = None
     """Horizon of this environment, instead of the run's."""
     group_size: int | None = Field(None, ge=1)
-    """Episodes of each task, instead of `rl.group_size`."""
+    """Episodes of each task, instead of `group_size` of the method's section, such as `rl.group_size`."""
     max_new_tokens: int | None = Field(None, ge=1)
     """Longest reply in tokens, instead of `agent.max_new_tokens`."""
     max_context: int | None = Field(None, ge=2)

@@ -271,9 +271,11 @@ class RoundMaker:
             self.console.note(f"{len(preferred)} pairs that people chose")
             pairs += preferred
         if not pairs:
+            own_sizes = all(env.group_size for env in config.environments)
+            group_size = "group_size of the environments" if own_sizes else f"{method}.group_size"
             raise ConfigError(
                 f"round {current.number}: no two episodes of one item have rewards {settings.min_gap:g} apart: sample "
-                f"more ({method}.sample_groups, {method}.group_size), lower {method}.min_gap, or start from a model "
+                f"more ({method}.sample_groups, {group_size}), lower {method}.min_gap, or start from a model "
                 "that succeeds at times"
             )
         pairs, samples = self._fitting(pairs, current.number)
