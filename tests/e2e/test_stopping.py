@@ -35,7 +35,7 @@ from runs_for_tests import comparable_trajectories, counting_config, final_weigh
 
 from agentgym_rl.agent.engines.vllm.process_cleanup import owning_processes
 from agentgym_rl.commands.train import train
-from agentgym_rl.config import Config
+from agentgym_rl.config import CheckpointConfig, Config
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.run.backend import LocalBackend
@@ -43,6 +43,12 @@ from agentgym_rl.run.console import Console
 from agentgym_rl.run.run import Run
 from agentgym_rl.run.stopping import Stopped
 from agentgym_rl.training.checkpoint import list_checkpoints
+
+
+def sft_config() -> Config:
+    changes = {"method": "sft", "data": {"play": "random", "episodes": 48}, "sft": {"batch_size": 16}}
+    raw = counting_config().model_dump(exclude={"rl", "horizon", "warm_start", "dpo", "agentevol"})
+    return Config.model_validate(raw | changes)
 
 
 @pytest.mark.long
@@ -127,16 +133,11 @@ async def test_a_stop_does_not_wait_for_asynchronous_groups(tmp_path: Path, monk
 
 @pytest.mark.parametrize("method", ["rl", pytest.param("sft", marks=pytest.mark.long)])
 async def test_resuming_falls_back_to_the_newest_complete_checkpoint_and_says_so(method: str, tmp_path: Path) -> None:
-    def config() -> Config:
-        if method == "rl":
-            return counting_config()
-        changes = {"method": "sft", "data": {"play": "random", "episodes": 48}, "sft": {"batch_size": 16}}
-        raw = counting_config().model_dump(exclude={"rl", "horizon", "warm_start", "dpo", "agentevol"})
-        return Config.model_validate(raw | changes)
+    config = counting_config() if method == "rl" else sft_config()
 
     async def run(*, resume: bool = False) -> str:
         output = io.StringIO()
-        await train_counting(config(), tmp_path / "run", console=Console(output), resume=resume)
+        await train_counting(config, tmp_path / "run", console=Console(output), resume=resume)
         return output.getvalue()
 
     await run()
@@ -152,6 +153,47 @@ async def test_resuming_falls_back_to_the_newest_complete_checkpoint_and_says_so
         (folder / "trainer.pt").unlink()
     with pytest.raises(ConfigError, match=r"no checkpoint in .* is complete \(step_\d+: trainer\.pt is missing; step_"):
         await run(resume=True)
+
+
+@pytest.mark.parametrize("method", ["rl", "sft"])
+async def test_a_stop_does_not_promise_resume_without_the_optimizer(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save, run = Run.save, tmp_path / "run"
+    config = counting_config() if method == "rl" else sft_config()
+    config = config.model_copy(update={"checkpoint": CheckpointConfig(every=1, optimizer=False)})
+
+    def sigterm_during_save(self: Run) -> None:
+        save(self)
+        if self.step == stop_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Run, "save", sigterm_during_save)
+    stop_at = 1
+    folder = run / "checkpoints" / "step_000001" / "model"
+    with pytest.raises(Stopped, match=rf"after step 1: checkpoint.optimizer = false .* model\.path={folder}$"):
+        await train_counting(config, run)
+    stop_at = -1
+    with pytest.raises(ConfigError, match="cannot be resumed from"):
+        await train_counting(config, run, resume=True)
+
+
+async def test_a_stop_between_rounds_can_be_resumed_without_an_optimizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate, run = Run.evaluate, tmp_path / "run"
+    config = sft_config().model_copy(update={"checkpoint": CheckpointConfig(optimizer=False)})
+
+    async def sigterm_and_evaluate(self: Run) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await evaluate(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "evaluate", sigterm_and_evaluate)
+        with pytest.raises(Stopped, match="after step 0: continue with --resume"):
+            await train_counting(config, run)
+    await train_counting(config, run, resume=True)
+    assert steps_of(run)
 
 
 async def test_a_run_whose_checkpoints_were_removed_starts_from_the_beginning(tmp_path: Path) -> None:

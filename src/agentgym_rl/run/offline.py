@@ -80,6 +80,9 @@ class OfflineRun(Run):
             self.trainer = self._make_trainer(self.round)
             await self.backend.restore(checkpoint_path(self.log.checkpoints_dir, self.step), saved)
 
+    def can_resume_here(self) -> bool:
+        return self.trainer is None or super().can_resume_here()
+
     def details(self) -> dict[str, Any]:
         return {"rounds": self.history}
 

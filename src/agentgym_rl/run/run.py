@@ -37,6 +37,8 @@ class Run(ABC):
         """Results of `heldout.evaluate`, in order."""
         self.saved_step: int | None = None
         """Step of the last checkpoint, which is not written again if the run stops right after it."""
+        self.saved_resumable = True
+        """Whether the run can be resumed from the last checkpoint."""
         self.events = EventPoller(backend.events, self.warn)
         on_this_machine = self.config.scale is None
         self.system = SystemMonitor(devices_of(choose_device(self.config.model)[0]) if on_this_machine else ())
@@ -100,6 +102,10 @@ class Run(ABC):
         """Return whether the run can be interrupted now and saved in its current state."""
         return True
 
+    def can_resume_here(self) -> bool:
+        """Return whether a checkpoint of the current state has all that a resumed run needs."""
+        return self.config.checkpoint.optimizer
+
     async def evaluate(self) -> None:
         """Play held-out items, the same ones every time, and keep the result."""
         result = await self.held_out()
@@ -118,7 +124,7 @@ class Run(ABC):
         self.settle(wait=True)
         state = self.state() | {"evaluations": self.evaluations, "seconds": self.context.seconds()}
         self.backend.save(self.log.checkpoints_dir, self.step, state, self.config.checkpoint.keep)
-        self.saved_step = self.step
+        self.saved_step, self.saved_resumable = self.step, self.can_resume_here()
 
     def save_now(self) -> None:
         """Write a checkpoint of this step and wait until it is complete."""
@@ -135,7 +141,9 @@ class Run(ABC):
         """Write a checkpoint and end the run: after the last finished step, without episodes under way."""
         self.stop.may_cancel = lambda: False  # once is enough
         self.settle(wait=True)
-        stop_with_checkpoint(None if self.saved_step == self.step else self.save_now, self.step, self.context)
+        saved = self.saved_step == self.step
+        resumable = self.saved_resumable if saved else self.can_resume_here()
+        stop_with_checkpoint(None if saved else self.save_now, self.step, self.context, resumable=resumable)
 
     def warn(self, kind: str, message: str, **detail: Any) -> None:
         """Record an event at this step and show it."""

@@ -27,6 +27,7 @@ DISK_TIMEOUT_S = 3600.0
 """Seconds that a finished run waits for space for its last checkpoint."""
 
 STOPPING = "stopping, and saving what was learned; press Ctrl-C again to end at once"
+RESUME_EARLIER = "--resume continues from the one before"
 ENDED_AT_ONCE = "ended at once: --resume continues from the last checkpoint"
 
 
@@ -115,12 +116,26 @@ def _say(text: str) -> None:
         os.write(2, f"\nagentgym-rl: {text}\n".encode())
 
 
-def stop_with_checkpoint(write: Callable[[], None] | None, step: int, context: RunContext) -> NoReturn:
-    """Write a checkpoint and raise Stopped. `write` is None if the step has a checkpoint already."""
+def stop_with_checkpoint(
+    write: Callable[[], None] | None, step: int, context: RunContext, *, resumable: bool = True
+) -> NoReturn:
+    """Write a checkpoint and raise Stopped. `write` is None if the step has a checkpoint already.
+
+    `resumable`: whether the run can be resumed from the checkpoint.
+    """
     request = f"stopped by {context.stop.by} after step {step}"
-    if write is None or try_checkpoint(write, step, context):
-        _stopped(context, step, f"{request}: continue with --resume")
-    _stopped(context, step, f"{request} without a checkpoint of it: --resume continues from the one before")
+    written = write is None or try_checkpoint(write, step, context)
+    if not written:
+        request += " without a checkpoint of it"
+    kept = list_checkpoints(context.log.checkpoints_dir)
+    if not resumable and kept:
+        _stopped(
+            context,
+            step,
+            f"{request}: checkpoint.optimizer = false saves no optimizer to continue with, start a new run with "
+            f"model.path={kept[-1] / 'model'}",
+        )
+    _stopped(context, step, f"{request}: " + ("continue with --resume" if written else RESUME_EARLIER))
 
 
 def stop_before_run_directory(console: Console, by: str) -> NoReturn:
