@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from envs_for_tests import Counting
 from runs_for_tests import context_of, train_counting
 from training_for_tests import counting_player
@@ -30,6 +31,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """Return the folder of a model with few positions, learned ones or rotary ones."""
     player, tokenizer = counting_player()
     if request.param == "learned":
+        torch.manual_seed(0)
         shape = {"n_positions": POSITIONS, "n_embd": 32, "n_layer": 1, "n_head": 2}
         player = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), **shape))
     player.config.max_position_embeddings = POSITIONS

@@ -292,12 +292,12 @@ async def _take_step(step: int, state: RLState, queue: GroupQueue, settings: RLS
         state.started_steps += 1
     queue.play()
     oldest = {queued.task.env: queued.turns for queued in reversed(queue.groups)}
-    turns = {env: min(of_env, state.horizons[env].turns) for env, of_env in oldest.items()}
-    turns |= {queued.task.env: queued.turns for queued in queue.groups[: settings.groups_per_step]}
+    played_under = {env: min(turns, state.horizons[env].turns) for env, turns in oldest.items()}
+    played_under |= {queued.task.env: queued.turns for queued in queue.groups[: settings.groups_per_step]}
     with rare_collections():
         state.played = await queue.take(settings.groups_per_step)
     state.played_s = time.perf_counter() - started
-    return turns
+    return played_under
 
 
 async def _collect(

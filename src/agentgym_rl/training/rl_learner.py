@@ -58,7 +58,7 @@ class RLLearner(Updater):
             reference = lambda: nullcontext(frozen)  # noqa: E731
         if settings.algorithm == "ppo" and critic is None:
             critic = ValueModel(copy.deepcopy(model.get_decoder()), model.config.hidden_size)
-        super().__init__(model, settings.optimizer, (settings.steps - waiting) * updates, ranks)
+        super().__init__(model, settings.optimizer, max(1, settings.steps - waiting) * updates, ranks)
         self._rl, self._temperature = settings, temperature
         self.kl_coef = settings.kl_coef
         """Current weight of the KL term; `kl_target` changes it."""
