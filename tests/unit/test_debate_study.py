@@ -17,6 +17,7 @@ from records import read_records  # noqa: E402
 def test_the_page_is_the_one_that_the_records_give() -> None:
     records = read_records(ROOT / "results", "debate")
     assert {record["arm"] for record in records} == set(studies.DEBATE_ARMS)
+    records += read_records(ROOT / "results", "qwen-debate")
     assert (ROOT / "docs" / "results" / "debate.md").read_text() == debate.page(records)
 
 
