@@ -280,7 +280,7 @@ def test_templates_that_drop_thoughts_render_every_prompt_whole(template: str) -
 
 @pytest.mark.parametrize("special", [False, True])
 def test_thoughts_are_known_whether_or_not_their_tags_are_special_tokens(special: bool) -> None:
-    tokenizer = byte_level_bpe("chatml")
+    tokenizer = copy.deepcopy(byte_level_bpe("chatml"))  # other tests share it
     tokenizer.add_tokens([AddedToken(tag, special=special) for tag in ("<think>", "</think>")], special_tokens=special)
     renderer = Renderer(tokenizer, QWEN3_LIKE)
     reply = renderer.reply_ids("<think>\nup\n</think>\n\nnorth")
