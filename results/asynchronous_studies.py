@@ -44,7 +44,7 @@ def asynchronous_textcraft(seeds: list[int] | None) -> list[Job]:
 
 LONG_SMOLLM2 = (
     *("horizon.kind=fixed", "horizon.turns=[50]", "agent.max_context=6144"),
-    *("rl.groups_per_step=8", "rl.steps=90", "eval.every=90", "eval.max_turns=50"),
+    *("rl.groups_per_step=8", "rl.steps=60", "eval.every=60", "eval.max_turns=50"),
 )
 """50 turns and 64 episodes a step."""
 
