@@ -32,7 +32,7 @@ class Side:
     horizons: dict[str, int]
     """Turns allowed, by environment."""
     game: dict[str, str]
-    """What else decides the game, by name."""
+    """Environment arguments, role and opponent, as text by their name."""
 
 
 def load_side(folder: Path, max_turns: int | None = None) -> Side:

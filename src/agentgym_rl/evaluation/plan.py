@@ -45,11 +45,11 @@ class TaskPlan:
 
 
 GAME = {"environment": "arguments of the environment", "role": "role", "opponent": "opponent"}
-"""What decides a game besides its items: keys of an evaluation's config, with their names for people."""
+"""Keys of an evaluation's config that change the game itself, with their names for people."""
 
 
 def game_of(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return what decides the game of an evaluation besides its items, as texts by name. None is an empty text."""
+    """Return the environment arguments, role and opponent of an evaluation, as text by name. Missing ones are empty."""
     return {name: json.dumps(config[key], sort_keys=True) if key in config else "" for key, name in GAME.items()}
 
 

@@ -58,7 +58,7 @@ class Entry:
     unpriced: bool = False
     """True for an API agent without prices, whose cost is therefore unknown."""
     game: Mapping[str, str] = field(default_factory=dict)
-    """What decides the game besides items, turns and data, by name."""
+    """Environment arguments, role and opponent, by name."""
 
     @property
     def own(self) -> set[str]:
