@@ -82,21 +82,26 @@ async def test_an_opponent_is_asked_where_the_agent_is(chat: ChatServer, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("env", "settings", "name"),
+    ("env", "settings", "name", "texts"),
     [
-        ("nim", ({"opponent": "random"}, {"opponent": "oracle"}), "opponent"),
-        ("nim", ({"role": "first"}, {"role": "second"}), "role"),
-        ("debate", ({"kwargs": {"rounds": 0}}, {"kwargs": {"rounds": 1}}), "arguments of the environment"),
+        ("nim", ({"opponent": "random"}, {"opponent": "oracle"}), "opponent", ('"random"', '"oracle"')),
+        ("nim", ({"role": "first"}, {"role": "second"}), "role", ('"first"', '"second"')),
+        (
+            "debate",
+            ({"kwargs": {"rounds": 0}}, {"kwargs": {"rounds": 1}}),
+            "arguments of the environment",
+            ('{"kwargs": {"rounds": 0}, "source": null}', '{"kwargs": {"rounds": 1}, "source": null}'),
+        ),
     ],
 )
 async def test_a_comparison_says_that_the_games_differ(
-    env: str, settings: tuple[dict[str, Any], dict[str, Any]], name: str, tmp_path: Path
+    env: str, settings: tuple[dict[str, Any], dict[str, Any]], name: str, texts: tuple[str, str], tmp_path: Path
 ) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder, changes in zip(folders, settings, strict=True):
         await evaluated(AgentOptions("oracle"), folder, env=env, **changes)
     compared = compare(*map(load_side, folders))
-    assert any(note.startswith(f"not the same game, by {name}: ") for note in compared["notes"])
+    assert f"different {name}: oracle (A) had {texts[0]}, oracle (B) had {texts[1]}" in compared["notes"]
     assert any(f"differ in {name};" in line for line in notes([entry_of(read_evaluation(f)) for f in folders]))
     again = compare(load_side(folders[0]), load_side(folders[0]))
     assert again["notes"] == []

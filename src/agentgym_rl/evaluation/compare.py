@@ -162,7 +162,7 @@ def _notes(first: Side, second: Side, shared: Sequence[tuple[str, int]]) -> list
     for name, value in first.game.items():
         if second.game[name] != value:
             texts = [side.game[name] or "none" for side in (first, second)]
-            notes.append(f"not the same game, by {name}: {first.name} {texts[0]}, {second.name} {texts[1]}")
+            notes.append(f"different {name}: {first.name} had {texts[0]}, {second.name} had {texts[1]}")
     return notes
 
 
