@@ -311,8 +311,9 @@ class RLSettings(SettingsSection):
     """Dynamic sampling: extra rounds of new tasks that replace groups whose rewards give no advantage. Replaced groups
     count in the metrics only. Used by grpo and rloo."""
     keep_groups: float = 1.0
-    """Share of a step's groups to train on, in (0, 1]: those with the largest spread (standard deviation) of rewards.
-    RAGEN uses 0.25. The others count in the metrics only."""
+    """Share of the groups with a trainable episode to train on, in (0, 1]: those with the largest spread (standard
+    deviation) of returns. A return is the sum of the rewards trained on, after the penalty of `overlong` and without
+    KL; with `[rl.correction]` each attempt has its own. RAGEN uses 0.25. The other groups count in the metrics only."""
     overlong: Literal["keep", "mask", "penalty"] = "keep"
     """Handling of episodes cut by max_new_tokens or max_context. "mask" does not train on them. "penalty" takes up to 1
     off a reply's reward over the last `overlong_buffer` tokens before max_new_tokens."""
