@@ -6,8 +6,8 @@ import io
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from agentgym_rl.config import Config, load_config
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.run.console import Console
 from agentgym_rl.run.context import RunContext
-from agentgym_rl.run.items import Items
+from agentgym_rl.run.items import Items, all_items
 from agentgym_rl.run.log import RunLog, read_metrics
 from agentgym_rl.run.stopping import Stop
 from agentgym_rl.training.checkpoint import list_checkpoints
@@ -229,6 +229,16 @@ def context_of(
             stop=Stop(),
             started=time.monotonic(),
         )
+
+
+@asynccontextmanager
+async def context_with_items(config: Config, root: Path, pool: EnvPool) -> AsyncIterator[RunContext]:
+    """Yield a `context_of` that knows the items of the environments in `pool`, and close the pool."""
+    try:
+        with context_of(config, root, pool, await all_items(pool, config.environments)) as context:
+            yield context
+    finally:
+        await pool.close()
 
 
 async def train_counting(config: Config, folder: Path, **options: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from envs_for_tests import Counting
-from runs_for_tests import context_of, train_counting
+from runs_for_tests import context_with_items, train_counting
 from training_for_tests import counting_player
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -18,7 +18,6 @@ from agentgym_rl.config import Config
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.run.console import Console
-from agentgym_rl.run.items import all_items
 from agentgym_rl.run.rounds import read_round
 from agentgym_rl.run.start import prepare
 from agentgym_rl.training.checkpoint import export
@@ -86,11 +85,8 @@ def test_dagger_leaves_out_corrections_that_the_model_cannot_read(
 async def test_a_warm_start_leaves_out_episodes_that_the_model_cannot_read(model: Path, tmp_path: Path) -> None:
     warm = {"policy": "oracle", "episodes": 20, "max_turns": 8}
     config = recipe(model, warm_start=warm)
-    pool = LocalPool({"counting": Counting})
-    items = await all_items(pool, config.environments)
-    with context_of(config, tmp_path / "run", pool, items) as context:
+    async with context_with_items(config, tmp_path / "run", LocalPool({"counting": Counting})) as context:
         start = await prepare(context)
-    await pool.close()
     assert 0 < len(start.samples) < 20
     assert max(len(sample.token_ids) for sample in start.samples) <= POSITIONS
 

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import torch
 from envs_for_tests import Counting
-from runs_for_tests import context_of, counting_config
+from runs_for_tests import context_with_items, counting_config
 
 from agentgym_rl.config import Config
 from agentgym_rl.environment.pool import LocalPool
-from agentgym_rl.run.items import all_items
 from agentgym_rl.run.start import make_untrained_model, prepare, starting_model, word_tokenizer
 from agentgym_rl.types import Message, Step
 
@@ -36,11 +35,8 @@ def test_a_bf16_model_from_scratch_keeps_its_rotary_frequencies() -> None:
 
 async def test_a_warm_start_leaves_the_model_ready_to_play(tmp_path: Path) -> None:
     config = counting_config()
-    pool = LocalPool({"counting": Counting})
-    items = await all_items(pool, config.environments)
-    with context_of(config, tmp_path / "run", pool, items) as context:
+    async with context_with_items(config, tmp_path / "run", LocalPool({"counting": Counting})) as context:
         model, tokenizer = await starting_model(context)
-    await pool.close()
     assert not model.training
     before = dict(make_untrained_model(config.model, config.seed, tokenizer).named_parameters())
     assert all(not torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
@@ -56,10 +52,7 @@ class TalkingTooMuch(Counting):
 
 async def test_a_warm_start_leaves_out_episodes_longer_than_max_context(tmp_path: Path) -> None:
     config = counting_config()
-    pool = LocalPool({"counting": TalkingTooMuch})
-    items = await all_items(pool, config.environments)
-    with context_of(config, tmp_path / "run", pool, items) as context:
+    async with context_with_items(config, tmp_path / "run", LocalPool({"counting": TalkingTooMuch})) as context:
         start = await prepare(context)
-    await pool.close()
     assert 30 < len(start.samples) < 48
     assert max(len(sample.token_ids) for sample in start.samples) <= config.agent.max_context
