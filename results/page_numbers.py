@@ -23,7 +23,8 @@ NUMBER = r"[+−-]?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?"
 SPACE = r"\s+"
 NAMES = re.compile(
     r"^\d\. |`[^`\n]*`|\]\([^)]*\)|<!--.*?-->|^    .*$|Qwen2\.5(?:-Coder)?-[\d.]+B|SmolLM2(?:-135M)?|H\d00|agentgym-27"
-    r"|\b\d+(?:\.\d+)?[MB]\b|\w+S\d+\b|95% interval|[\w-]+-[37]B|GPT-4o|pass@\w|4k turns",
+    r"|\b\d+(?:\.\d+)?[MB]\b|\w+S\d+\b|95% interval|[\w-]+-[37]B|GPT-4o|pass@\w|4k turns"
+    r"|fixed-\d+",
     re.MULTILINE,
 )
 """Text whose digits are names: code, links, commands, models, sizes, levels."""

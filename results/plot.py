@@ -16,6 +16,7 @@ from typing import Any
 
 import claims
 import collapse
+import collapse_page
 import pages
 import paper
 import qwen_page
@@ -336,6 +337,8 @@ def main() -> None:
     print(f"{qwen_page.PICTURE}: {'drawn' if drawn else 'not drawn, no results yet'}")
     drawn = real_sizes.draw(real_sizes.read(options.results), options.out / real_sizes.PICTURE)
     print(f"{real_sizes.PICTURE}: {'drawn' if drawn else 'not drawn, no results yet'}")
+    drawn = collapse_page.draw(options.results, options.out / collapse_page.PICTURE)
+    print(f"{collapse_page.PICTURE}: {'drawn' if drawn else 'not drawn, no results yet'}")
     if options.results.resolve() == pages.RESULTS:
         pages.write()
     if text:

@@ -62,6 +62,8 @@ class RealModel:
     """Evaluations by row of the table."""
     study: list[Record]
     """All records of the study."""
+    babyai: dict[str, list[Record]]
+    """Evaluations on BabyAI by arm."""
 
 
 def read(results: Path) -> RealModel:
@@ -77,7 +79,10 @@ def read(results: Path) -> RealModel:
     if "staged" not in agents and FIRST in rows:
         agents["staged"] = rows[FIRST]
     runs = [r for r in runs_of(source) if r["arm"] == "staged"]
-    return RealModel(agents, sorted(runs, key=lambda r: int(r["seed"])), rows, study)
+    babyai: dict[str, list[Record]] = {}
+    for record in evaluations_of(read_records(results, "qwen-babyai")):
+        babyai.setdefault(record["arm"], []).append(record)
+    return RealModel(agents, sorted(runs, key=lambda r: int(r["seed"])), rows, study, babyai)
 
 
 def number_word(number: int) -> str:
@@ -135,10 +140,18 @@ def verdict(model: RealModel) -> str:
     (base,), (chance,) = rates(model.agents["base"]), rates(model.agents[RANDOM])
     trained = rates(model.agents["staged"])
     seeds = runs_text(model.agents["staged"]) + (f", {spread(trained)}%" if len(trained) > 1 else "")
-    return (
+    text = (
         f"RL alone lifts Qwen2.5-Coder-1.5B-Instruct from {base:.1f}% to {statistics.fmean(trained):.1f}% on TextCraft "
         f"({seeds}). Random valid actions have {chance:.1f}%."
     )
+    if after := model.babyai.get("staged"):
+        before, random = (statistics.fmean(rates(model.babyai[arm])) for arm in ("base", RANDOM))
+        seeds = runs_text(after) + (f", {spread(rates(after))}%" if len(after) > 1 else "")
+        text += (
+            f" On BabyAI it lifts the model from {before:.1f}% to {statistics.fmean(rates(after)):.1f}% ({seeds}; "
+            f"random play: {random:.1f}%)."
+        )
+    return text
 
 
 def caption(model: RealModel) -> str:
@@ -288,7 +301,12 @@ def readme_sentence(model: RealModel) -> str:
     base, chance, trained = (statistics.fmean(rates(model.agents[arm])) for arm in ("base", RANDOM, "staged"))
     gain = f"from {base:.0f} to {trained:.0f}%"
     seeds = runs_text(model.agents["staged"])
-    return f"RL lifts Qwen2.5-Coder-1.5B {gain} on TextCraft ({seeds}; random play: {chance:.0f}%)."
+    text = f"RL lifts Qwen2.5-Coder-1.5B {gain} on TextCraft ({seeds}; random play: {chance:.0f}%)"
+    if after := model.babyai.get("staged"):
+        before, chance = (statistics.fmean(rates(model.babyai[arm])) for arm in ("base", RANDOM))
+        gain = f"from {before:.0f} to {statistics.fmean(rates(after)):.0f}%"
+        text += f" and {gain} on BabyAI ({runs_text(after)}; {chance:.0f}%)"
+    return f"{text}."
 
 
 def draw(model: RealModel, path: Path) -> bool:

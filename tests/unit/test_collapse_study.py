@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "results"))
 import collapse  # noqa: E402
+import collapse_page  # noqa: E402
 import studies  # noqa: E402
 
 from agentgym_rl.config import load_config  # noqa: E402
@@ -121,3 +122,26 @@ def test_the_conditions_of_the_study_are_those_of_the_protocol() -> None:
     assert calm.rl.steps == paper.rl.steps == 300
     assert (calm.horizon.turns, calm.horizon.steps_per_stage) == ((16, 32, 64), 100)
     assert len([job for job in studies.collapse(None) if job.kind == "train" and job.arm != "base"]) == 96
+
+
+def test_the_page_has_no_verdict_before_all_seeds_have_run(tmp_path: Path) -> None:
+    assert collapse_page.texts(tmp_path) == {"collapse": ""}
+    stored = ROOT / "results"
+    assert "**staging helps** in the calm condition" in " ".join(collapse_page.texts(stored)["collapse"].split())
+    (tmp_path / "collapse").mkdir()
+    for path in (stored / "collapse").glob("*.json"):
+        if not path.stem.endswith("-11"):
+            (tmp_path / "collapse" / path.name).symlink_to(path)
+    assert collapse_page.texts(tmp_path) == {"collapse": ""}
+
+
+def test_the_page_names_collapses_and_differences_of_each_condition(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collapse_page, "CONDITIONS", {TASK: "paper-like"})
+    records = study([(GOOD, 0.9, BROKEN, 0.1)] * 12)
+    lines = collapse_page.table(records)
+    assert lines[2] == "| paper-like: runs that collapsed | 0 of 12 | 12 of 12 |  | 0.0015 |"
+    assert lines[3] == "| paper-like: success at the end | 90.0% | 10.0% | +80.0 (+80.0 to +80.0) | 0.0015 |"
+    claim = collapse_page.claim(records)
+    assert "**staging helps** in the paper-like condition" in claim
+    assert "not reproduced" not in claim
+    assert "The paper's collapse is reproduced: 12 of 12 runs of fixed-64 collapsed." in claim
