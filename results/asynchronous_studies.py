@@ -10,16 +10,13 @@ from qwen_studies import QWEN_SIZES
 STALENESS_BOUNDS = (0, 1, 2, 4)
 """Steps that groups may be old at most, in the study of asynchronous groups."""
 
-LONG_EPISODES = (
-    *("horizon.kind=fixed", "horizon.turns=[50]", "agent.max_context=6144", "rl.keep_cache=true"),
-    *("rl.groups_per_step=4", "agent.concurrency=256"),
-)
+LONG_EPISODES = ("horizon.kind=fixed", "horizon.turns=[50]", "agent.max_context=6144")
 """Settings under which the slowest episode of a step takes many times as long as the median."""
 ASYNCHRONOUS_STEPS = {
-    "1.5B": ("rl.group_size=4", "rl.steps=96", "eval.every=24", "eval.episodes=204"),
+    "1.5B": ("rl.steps=48", "eval.every=24", "eval.episodes=204", "rl.kl_coef=0.01"),
     "0.5B": ("rl.steps=60", "eval.every=20", "eval.episodes=204", "rl.optimizer.lr=6e-6"),
 }
-"""Settings by size of the model. With 1.5B and 32 episodes a step, learning is half of a synchronous step."""
+"""Settings by size of the model, with 32 episodes a step. With 1.5B, learning is half of a synchronous step."""
 
 
 def asynchronous(seeds: list[int] | None) -> list[Job]:
@@ -42,47 +39,55 @@ def asynchronous_textcraft(seeds: list[int] | None) -> list[Job]:
     ]
 
 
-LONG_SMOLLM2 = (
-    *("horizon.kind=fixed", "horizon.turns=[50]", "agent.max_context=6144"),
-    *("rl.groups_per_step=8", "rl.steps=60", "eval.every=60", "eval.max_turns=50"),
-)
-"""50 turns and 64 episodes a step."""
+def asynchronous_smollm2(seeds: list[int] | None) -> list[Job]:
+    """Return SmolLM2-135M on BabyAI with 50 turns and 64 episodes a step, from an imitation of 96 episodes: synchronous
+    and with a bound of staleness. It needs one GPU."""
+    jobs: list[Job] = []
+    for seed in seeds if seeds is not None else range(1):
+        start = Job(name=f"async-sft-135M-{seed}", arm="SFT", task="babyai", seed=seed)
+        imitation = (f"model.path={{{QWEN_SIZES['135M']}}}", "data.episodes=96", "sft.epochs=1", "eval.max_turns=50")
+        jobs.append(replace(start, recipe="evidence/smollm2-babyai-sft.toml", arguments=imitation))
+        steps = ("rl.groups_per_step=8", "rl.steps=60", "eval.every=60", "eval.max_turns=50")
+        run = Job(
+            name="smollm2-long-babyai", arm="", task="babyai", seed=seed, recipe="evidence/smollm2-babyai-rl.toml"
+        )
+        run = replace(run, arguments=(f"model.path={{{start.name}}}", *LONG_EPISODES, *steps))
+        jobs += [stale(bound, run) for bound in (0, 2)]
+    return jobs
 
 
 def asynchronous_long(seeds: list[int] | None) -> list[Job]:
-    """Return SmolLM2-135M on BabyAI with 50 turns, synchronous and with a bound of staleness, from an imitation of 96
-    episodes. It needs one GPU.
+    """Return Qwen2.5-Coder-1.5B on BabyAI with 50 turns and 16 episodes a step, from an imitation of 96 episodes:
+    synchronous and with a bound of staleness. It needs one GPU, which no other process uses.
 
     Most episodes end early, and a synchronous step waits for the longest one.
     """
     jobs: list[Job] = []
     for seed in seeds if seeds is not None else range(3):
-        start = Job(name=f"async-sft-135M-{seed}", arm="SFT", task="babyai", seed=seed)
-        imitation = (f"model.path={{{QWEN_SIZES['135M']}}}", "data.episodes=96", "sft.epochs=1", "eval.max_turns=50")
-        jobs.append(replace(start, recipe="evidence/smollm2-babyai-sft.toml", arguments=imitation))
-        run = Job(name="smollm2-long-babyai", arm="", task="babyai", seed=seed)
-        run = replace(run, recipe="evidence/smollm2-babyai-rl.toml")
-        run = replace(run, arguments=(f"model.path={{{start.name}}}", *LONG_SMOLLM2))
+        start = Job(name=f"async-sft-1.5B-{seed}", arm="SFT", task="babyai", seed=seed, recipe="qwen/babyai-sft.toml")
+        imitation = (f"model.path={{{QWEN_SIZES['1.5B']}}}", "data.episodes=96", "sft.epochs=1", "eval.max_turns=50")
+        jobs.append(replace(start, arguments=imitation))
+        steps = ("rl.groups_per_step=4", "rl.group_size=4", "rl.steps=80", "eval.every=80", "eval.max_turns=50")
+        run = Job(name="qwen-long-babyai", arm="", task="babyai", seed=seed, recipe="qwen/babyai.toml")
+        run = replace(run, arguments=(f"model.path={{{start.name}}}", *LONG_EPISODES, "rl.keep_cache=true", *steps))
         jobs += [stale(bound, run) for bound in (0, 2)]
     return jobs
 
 
 def qwen_asynchronous(seeds: list[int] | None) -> list[Job]:
-    """Return Qwen2.5-Coder after a short imitation on BabyAI with 50 turns, 16 (1.5B) or 32 episodes a step:
-    synchronous, and with bounds of staleness. It needs one GPU.
-
-    Most episodes end early, and a synchronous step waits for the longest one.
-    """
+    """Return Qwen2.5-Coder after a short imitation on BabyAI with 50 turns and 32 episodes a step: synchronous and with
+    a bound of staleness. It needs one GPU."""
     jobs: list[Job] = []
     for seed in seeds if seeds is not None else range(1):
         for size, steps in ASYNCHRONOUS_STEPS.items():
-            label, task = ("-16", "babyai, 16 episodes") if size == "1.5B" else (f"-{size}", f"babyai, {size}")
+            label, task = ("", "babyai") if size == "1.5B" else (f"-{size}", f"babyai, {size}")
             start = Job(name=f"async-sft{label}-{seed}", arm="SFT", task="babyai", seed=seed)
             imitation = (f"model.path={{{QWEN_SIZES[size]}}}", "data.episodes=192", "sft.epochs=1")
             jobs.append(replace(start, recipe="qwen/babyai-sft.toml", arguments=imitation))
             run = Job(name=f"qwen-async-babyai{label}", arm="", task=task, seed=seed, recipe="qwen/babyai.toml")
-            run = replace(run, arguments=(f"model.path={{{start.name}}}", *LONG_EPISODES, *steps))
-            jobs += [stale(bound, run) for bound in (0, 4, 1) if size == "1.5B" or bound != 1]
+            play = ("rl.keep_cache=true", "rl.groups_per_step=4", "agent.concurrency=256")
+            run = replace(run, arguments=(f"model.path={{{start.name}}}", *LONG_EPISODES, *play, *steps))
+            jobs += [stale(bound, run) for bound in (0, 4)]
     return jobs
 
 

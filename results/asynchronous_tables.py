@@ -67,7 +67,7 @@ def times(study: str) -> Table:
     return ["model and step", "`rl.max_staleness`", *times, "success (95% interval), %"], rows
 
 
-RACE_SHARE, RACE_END, RACE_WINDOW = 0.9, 20, 10
+RACE_SHARE, RACE_END, RACE_WINDOW = 0.9, 20, 20
 """Runs of `asynchronous-long` race to this share of what the synchronous ones have in their last steps, in the mean
 success of so many steps. The rule was set before the runs."""
 

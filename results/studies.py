@@ -7,7 +7,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from asynchronous_studies import asynchronous, asynchronous_long, asynchronous_textcraft, qwen_asynchronous
+from asynchronous_studies import (
+    asynchronous,
+    asynchronous_long,
+    asynchronous_smollm2,
+    asynchronous_textcraft,
+    qwen_asynchronous,
+)
 from jobs import PRETRAINED, Job, chance, evaluated, fill, subsets
 from qwen_studies import (
     QWEN,
@@ -505,6 +511,7 @@ STUDIES: dict[str, Callable[[list[int] | None], list[Job]]] = {
     "asynchronous": asynchronous,
     "asynchronous-textcraft": asynchronous_textcraft,
     "asynchronous-long": asynchronous_long,
+    "asynchronous-smollm2": asynchronous_smollm2,
     "qwen-asynchronous": qwen_asynchronous,
     "trees": trees,
     "qwen-trees": qwen_trees,

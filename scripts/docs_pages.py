@@ -529,6 +529,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "asynchronous": lambda: asynchronous("success_by_bound", "asynchronous"),
     "asynchronous-textcraft": lambda: asynchronous("success_by_bound", "asynchronous-textcraft"),
     "qwen-asynchronous": lambda: asynchronous("times", "qwen-asynchronous"),
+    "asynchronous-smollm2": lambda: asynchronous("times", "asynchronous-smollm2"),
     "load": load,
     "reading-lengths": reading_lengths,
     "search-whole": lambda: search("bm25"),

@@ -14,7 +14,15 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 @pytest.mark.parametrize(
     "name",
     [
-        *("asynchronous-long", "qwen-asynchronous", "qwen-babyai", "qwen-debate", "qwen-interaction", "qwen-searchqa"),
+        *(
+            "asynchronous-long",
+            "asynchronous-smollm2",
+            "qwen-asynchronous",
+            "qwen-babyai",
+            "qwen-debate",
+            "qwen-interaction",
+            "qwen-searchqa",
+        ),
         "qwen-trees",
     ],
 )

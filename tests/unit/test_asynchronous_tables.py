@@ -28,9 +28,9 @@ def record(bound: int, seed: int, step_s: float, success: list[float]) -> dict[s
 
 
 def test_a_run_reaches_a_success_when_the_mean_of_its_last_steps_does() -> None:
-    rising = [0.0] * 5 + [1.0] * 15
-    assert asynchronous_tables.time_to_success(record(0, 0, 2.0, rising), 0.6) == pytest.approx(2.0 * 11)
-    assert asynchronous_tables.time_to_success(record(0, 0, 2.0, [0.5] * 20), 0.6) == math.inf
+    rising = [0.0] * 10 + [1.0] * 30
+    assert asynchronous_tables.time_to_success(record(0, 0, 2.0, rising), 0.6) == pytest.approx(2.0 * 22)
+    assert asynchronous_tables.time_to_success(record(0, 0, 2.0, [0.5] * 40), 0.6) == math.inf
 
 
 def test_runs_race_to_a_share_of_what_synchronous_ones_reach() -> None:
@@ -53,11 +53,11 @@ def test_runs_are_compared_with_the_synchronous_one_of_their_seed(
     assert header[4] == "time to 68%"  # 15 of the 20 steps succeed
     assert [row[0] for row in rows] == ["`0`", "`2`"]
     assert rows[0][3] == "10×"
-    assert rows[1][4] == "12, 12 s"
+    assert rows[1][4] == "20, 20 s"
     assert rows[1][5] == "**2.50×** (2.00 to 3.00)"
 
 
 def test_the_study_has_a_synchronous_run_of_every_seed() -> None:
     jobs = STUDIES["asynchronous-long"](None)
     arms = {(job.seed, job.arm, *job.needs) for job in jobs if job.arm != "SFT"}
-    assert arms == {(s, f"max_staleness {bound}", f"async-sft-135M-{s}") for s in range(3) for bound in (0, 2)}
+    assert arms == {(s, f"max_staleness {bound}", f"async-sft-1.5B-{s}") for s in range(3) for bound in (0, 2)}

@@ -56,7 +56,7 @@ def test_every_marker_of_a_generated_part_has_a_generator() -> None:
 
 def test_every_success_of_asynchronous_groups_has_an_interval() -> None:
     script, interval = load_script("docs_pages"), r"(\d+\.\d) \((\d+\.\d)–(\d+\.\d)\)"
-    for name in ("asynchronous", "asynchronous-textcraft", "qwen-asynchronous"):
+    for name in ("asynchronous", "asynchronous-textcraft", "asynchronous-smollm2", "qwen-asynchronous"):
         header, _, *rows = script.GENERATORS[name]().strip().splitlines()
         assert "(95% interval)" in header
         found = [re.search(interval, row) for row in rows]
