@@ -260,8 +260,8 @@ def real_babyai(pages: Pages) -> None:
         pages.expect(f"from # to #% on BabyAI ({who}; #%)", base, mean(by_seed), chance)
 
 
-def behaviour_of_stages(pages: Pages, runs: Sequence[Record]) -> None:
-    """Check the table of behaviour by stage and what the page says about its first and last row."""
+def behaviour_rows(pages: Pages, runs: Sequence[Record], label: str = "") -> list[list[float]]:
+    """Check the table of behaviour by stage, and return its rows."""
     scales = {"sequences_per_episode": 1, "states_per_item": 1, "loops": 100, "refused": 100, "recovered": 100}
     scales["success_after_refusal"] = 100
     rows = []
@@ -275,9 +275,15 @@ def behaviour_of_stages(pages: Pages, runs: Sequence[Record]) -> None:
                 inside = [v for s, v in zip(columns["step"], columns[metric], strict=True) if first <= s <= last]
                 of_runs.append(mean(v for v in inside if v is not None))
             row.append(scale * mean(of_runs))
-        pages.expect("| # | # | # | #% | #% | #% | #% |".replace("#", f"{stage['turns']:.0f}", 1), *row)
-        pages.accept(f"| {stage['turns']:.0f} | {row[0]:.2f} |")
+        pages.expect(f"| {label}{stage['turns']:.0f} | # | # | #% | #% | #% | #% |", *row)
+        pages.accept(f"| {label}{stage['turns']:.0f} | {row[0]:.2f} |")
         rows.append(row)
+    return rows
+
+
+def behaviour_of_stages(pages: Pages, runs: Sequence[Record]) -> None:
+    """Check behaviour by stage and what the page says about its first and last row."""
+    rows = behaviour_rows(pages, runs)
     first, last = rows[0], rows[-1]
     pages.require("visit more states together, loops become rare", last[1] > first[1] and last[2] < first[2])
     pages.require("succeeds more often", last[5] > first[5])

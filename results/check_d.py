@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from check_a import points
+from check_a import behaviour_rows, points
 from page_numbers import (
     ROOT,
     Pages,
@@ -360,6 +360,7 @@ def paper_table(pages: Pages) -> None:
     scenarios(pages, found)
     differences(pages, found)
     kinds(pages, found)
+    runs(pages)
     lists_of_actions(pages)
     absent = ("SFT on the oracle; RL, fixed short horizon; RL, fixed long horizon; RL, adaptive horizon", "Web")
     arms = {arm for _, arm in found}
@@ -425,6 +426,30 @@ def kinds(pages: Pages, found: dict[tuple[str, str], list[Record]]) -> None:
                 rates = [100 * mean(kind_rate(record, kind) for record in found[task, arm]) for arm in arms]
                 pages.expect(f"| {name} | # | {' | '.join(['#'] * len(arms))} |", cell_of_kind["items"], *rates)
                 pages.accept(f"| {name} |")
+
+
+def runs(pages: Pages) -> None:
+    """Check length and time of each run, and behaviour by stage."""
+    less_diverse = []
+    for task, title in SCENARIOS.items():
+        trained = [r for r in load(f"qwen-{task}") if "curves" in r]
+        for run in trained:
+            rl, stages = run["config"]["rl"], [stage["turns"] for stage in run["stages"]]
+            episodes = rl["groups_per_step"] * rl["group_size"]
+            name = f"| {title}, {ROWS[run['arm']]}, seed {run['seed']} |"
+            row = f"{name} # of # | # → # → # | # | # | `{run['commit'][:7]}` |"
+            values = (run["steps"], episodes, *stages, run["sampled_tokens"] / 1e6, run["seconds"] / 60)
+            pages.expect(row, *values)
+            pages.accept(name)
+        staged = [r for r in trained if r["arm"] == "staged"]
+        if staged:
+            rows = behaviour_rows(pages, staged, "" if task == "textcraft" else f"{title}, ")
+            less_diverse.append(rows[-1][0] <= rows[0][0])
+    pages.require("In none of the three scenarios", len(less_diverse) == 3 and all(less_diverse))
+    pages.require(
+        "which other jobs used, too",
+        all("H200" in r["hardware"] for t in SCENARIOS for r in load(f"qwen-{t}") if "curves" in r),
+    )
 
 
 def kind_rate(record: Record, kind: str) -> float:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from jobs import RANDOM
 from paper import ROWS, SCENARIOS, by_task_and_arm, kinds_table, main_table, mean_item_rates
-from qwen_page import wrapped
+from qwen_page import BEHAVIOUR_HEADER, behaviour_by_stage, wrapped
 from qwen_studies import QWEN
 from real_sizes import signed
-from records import Record, evaluations_of, read_records, turns_of
+from records import Record, evaluations_of, read_records, runs_of, turns_of
 from tables import holm
 
 from agentgym_rl.evaluation.statistics import mean_interval, sign_flip_test
@@ -46,6 +46,39 @@ def scenarios_table(records: Sequence[Record]) -> list[str]:
         samples = sorted({r["config"]["samples"] for r in evaluated})
         cells = (SCENARIOS[task], items, *(", ".join(map(str, numbers)) for numbers in (turns, samples)))
         lines.append(f"| {' | '.join(cells)} | {METRICS[task]} |")
+    return lines
+
+
+def trained(results: Path) -> dict[str, list[Record]]:
+    """Return the training runs of the table's agents by task, in the order of their seeds."""
+    runs = {task: runs_of(read_records(results, f"qwen-{task}")) for task in QWEN}
+    return {task: sorted(records, key=lambda r: (r["arm"], r["seed"])) for task, records in runs.items() if records}
+
+
+def runs_table(runs: dict[str, list[Record]]) -> list[str]:
+    """Return the length and the time of each run."""
+    lines = [
+        "| run | steps of episodes | turns | million sampled tokens | minutes | commit |",
+        "|---|---|---|---|---|---|",
+    ]
+    for task, records in runs.items():
+        for run in records:
+            rl, stages = run["config"]["rl"], [f"{stage['turns']:g}" for stage in run["stages"]]
+            steps = f"{run['steps']} of {rl['groups_per_step'] * rl['group_size']}"
+            tokens, minutes = f"{run['sampled_tokens'] / 1e6:.1f}", f"{run['seconds'] / 60:.0f}"
+            name = f"{SCENARIOS[task].partition(',')[0]}, {ROWS[run['arm']]}, seed {run['seed']}"
+            cells = (name, steps, " → ".join(stages), tokens, minutes, f"`{run['commit'][:7]}`")
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def behaviour(runs: dict[str, list[Record]]) -> list[str]:
+    """Return behaviour in training by stage under the growing horizon, of the tasks besides TextCraft."""
+    lines = list(BEHAVIOUR_HEADER)
+    for task, records in runs.items():
+        if task != "textcraft":
+            staged = [run for run in records if run["arm"] == "staged"]
+            lines += behaviour_by_stage(staged, f"{SCENARIOS[task].partition(',')[0]}, ") if staged else []
     return lines
 
 
@@ -90,7 +123,7 @@ def texts(results: Path) -> dict[str, str]:
     """Return the generated parts of docs/results by name."""
     records = read(results)
     if not records:
-        return {"paper-table": "", "paper-kinds": ""}
+        return {"paper-table": "", "paper-kinds": "", "paper-runs": "", "paper-behaviour": ""}
     differences = [
         difference(records, "staged", "base", "RL, ScalingInter, less base"),
         difference(records, "base", RANDOM, "Base less random play"),
@@ -100,4 +133,10 @@ def texts(results: Path) -> dict[str, str]:
     for task in QWEN:
         if task != "textcraft" and any(r["task"] == task for r in records):
             kinds += [f"{SCENARIOS[task]}:", "", *kinds_table(records, task), ""]
-    return {"paper-table": "\n".join(map(wrapped, lines)), "paper-kinds": "\n".join(kinds).rstrip()}
+    runs = trained(results)
+    return {
+        "paper-table": "\n".join(map(wrapped, lines)),
+        "paper-kinds": "\n".join(kinds).rstrip(),
+        "paper-runs": "\n".join(runs_table(runs)),
+        "paper-behaviour": "\n".join(behaviour(runs)),
+    }

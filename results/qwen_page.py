@@ -230,17 +230,20 @@ BEHAVIOUR = {
 """Columns of the table of behaviour: metric of results/behaviour.py and its format."""
 
 
-def behaviour_by_stage(model: RealModel) -> list[str]:
-    """Return the table of behaviour in training by stage, mean over runs, or nothing if a record lacks it."""
-    if not all(run.get("behaviour", {}).get("step") for run in model.runs):
+BEHAVIOUR_HEADER = (f"| turns | {' | '.join(BEHAVIOUR)} |", "|---|" + "---|" * len(BEHAVIOUR))
+
+
+def behaviour_by_stage(runs: Sequence[Record], label: str = "") -> list[str]:
+    """Return rows of behaviour in training by stage, mean over runs, or nothing if a record lacks it."""
+    if not all(run.get("behaviour", {}).get("step") for run in runs):
         return []
-    lines = ["", f"| turns | {' | '.join(BEHAVIOUR)} |", "|---|" + "---|" * len(BEHAVIOUR)]
-    for number, stage in enumerate(model.runs[0]["stages"]):
+    lines = []
+    for number, stage in enumerate(runs[0]["stages"]):
         cells = []
         for metric, form in BEHAVIOUR.values():
-            means = [statistics.fmean(behaviour_in_stage(run, number, metric)) for run in model.runs]
+            means = [statistics.fmean(behaviour_in_stage(run, number, metric)) for run in runs]
             cells.append(form.format(statistics.fmean(means)))
-        lines.append(f"| {stage['turns']:.0f} | {' | '.join(cells)} |")
+        lines.append(f"| {label}{stage['turns']:.0f} | {' | '.join(cells)} |")
     return lines
 
 
@@ -274,7 +277,9 @@ def texts(model: RealModel) -> dict[str, str]:
     claim = [f"**Holds.** {verdict(model)}", "", picture.format(PICTURE), "", caption(model), "", *table(model), ""]
     return {
         "qwen": "\n".join(map(wrapped, [*claim, *facts(model)])),
-        "qwen-training": "\n".join(map(wrapped, [*training(model), *behaviour_by_stage(model), *comparison(model)])),
+        "qwen-training": "\n".join(
+            map(wrapped, [*training(model), *behaviour_by_stage(model.runs), *comparison(model)])
+        ),
     }
 
 

@@ -30,30 +30,23 @@ MARKER = re.compile(r"<!-- generated: ([\w-]+) -->(?:\n> .*)*")
 
 EPISODES = {
     "results/episodes-textcraft.html": (
-        ("qwen-textcraft/eval-qwen-base-textcraft",),
-        ("qwen-textcraft/eval-qwen-staged-textcraft-0", "qwen-first/eval-qwen-first-textcraft"),
-    )
+        "qwen-textcraft/eval-qwen-base-textcraft",
+        "qwen-textcraft/eval-qwen-staged-textcraft-1",
+    ),
+    "results/episodes-babyai.html": ("qwen-babyai/eval-qwen-base-babyai", "qwen-babyai/eval-qwen-staged-babyai-0"),
+    "results/episodes-searchqa.html": (
+        "qwen-searchqa/eval-qwen-base-searchqa",
+        "qwen-searchqa/eval-qwen-staged-searchqa-2",
+    ),
 }
-"""Evaluations under results/ by the page that shows ten episodes of each, as the viewer exports them.
-
-Of several alternatives the first whose episodes are there is shown."""
-
-
-def shown_evaluations(page: str) -> list[str]:
-    """Return the evaluations of a page of EPISODES, leaving out those without stored episodes."""
-    stored = [
-        [job for job in alternatives if (ROOT / "results" / f"{job}.episodes.jsonl.xz").exists()]
-        for alternatives in EPISODES[page]
-    ]
-    return [jobs[0] for jobs in stored if jobs]
+"""Evaluations under results/, before and after training, by the page that shows ten episodes of each."""
 
 
 def on_files(files: Any, config: Any) -> Any:
     """Add the pages of EPISODES to the site (called by MkDocs)."""
     from mkdocs.structure.files import File
 
-    for page in EPISODES:
-        jobs = shown_evaluations(page)
+    for page, jobs in EPISODES.items():
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "page.html"
             command = [sys.executable, ROOT / "results" / "episodes.py", "page", "--out", out, *jobs]
