@@ -70,7 +70,7 @@ def asynchronous_long(seeds: list[int] | None) -> list[Job]:
         steps = ("rl.groups_per_step=4", "rl.group_size=4", "rl.steps=80", "eval.every=80", "eval.max_turns=50")
         run = Job(name="qwen-long-babyai", arm="", task="babyai", seed=seed, recipe="qwen/babyai.toml")
         run = replace(run, arguments=(f"model.path={{{start.name}}}", *LONG_EPISODES, "rl.keep_cache=true", *steps))
-        jobs += [stale(bound, run) for bound in (0, 2)]
+        jobs += [stale(bound, run) for bound in (0, 4)]
     return jobs
 
 
