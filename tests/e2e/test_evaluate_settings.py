@@ -66,6 +66,10 @@ async def test_an_opponent_with_other_weights_is_another_evaluation(model: Agent
     write_model(Path(model.spec), 1)
     with pytest.raises(ConfigError, match="opponent_weights"):
         await evaluated(AgentOptions("oracle"), tmp_path / "game", **game)
+    other = await evaluated(AgentOptions("oracle"), tmp_path / "other", **game)
+    (note,) = compare(load_side(tmp_path / "game"), load_side(tmp_path / "other"))["notes"]
+    assert note.startswith("different opponent: oracle (A) had ")
+    assert all(digest in note for e in (row, other) for digest in e["config"]["opponent_weights"].values())
 
 
 @pytest.fixture

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from browser_for_tests import go, only_tab
 from playwright.sync_api import Page, expect
-from viewer_for_tests import library_of, run, viewer_in_thread, write_episodes
+from viewer_for_tests import library_of, run, viewer_in_thread, write_episodes, write_evaluation
 
 from agentgym_rl.agent.policy import OraclePolicy, ScriptedPolicy
 from agentgym_rl.agent.team import Player, TeamCollector
@@ -61,3 +62,34 @@ def test_the_page_of_a_run_draws_the_rating(page: Page, address: str) -> None:
     card = page.locator(".card", has_text="Elo rating").last
     expect(card).to_be_visible()
     expect(card).to_contain_text("points")
+
+
+@pytest.mark.parametrize(
+    ("configs", "note"),
+    [
+        ([{"opponent": "random"}, {"opponent": "oracle"}], "the rows differ in opponent;"),
+        (
+            [{"opponent": "runs/a", "opponent_weights": {"second": digest}} for digest in "ab"],
+            "the rows differ in opponent;",
+        ),
+        ([{"role": "first", "opponent": "random"}, {"role": "second", "opponent": "random"}], "differ in role;"),
+        ([{"environment": {"kwargs": {"heaps": n}}} for n in (2, 3)], "differ in arguments of the environment;"),
+        ([{"role": "first", "opponent": "random"}] * 2, None),
+    ],
+)
+def test_a_table_says_that_its_rows_played_other_games(
+    configs: list[dict[str, object]], note: str | None, page: Page, tmp_path: Path
+) -> None:
+    for number, config in enumerate(configs):
+        path = write_evaluation(tmp_path / "runs" / f"eval{number}") / "eval.json"
+        row = json.loads(path.read_text())
+        path.write_text(json.dumps(row | {"config": row["config"] | config}))
+    with viewer_in_thread(library_of(tmp_path / "runs", tmp_path)) as url:
+        go(page, f"{url}#/evals")
+        expect(page.locator("table").first).to_be_visible()
+        notes = page.locator(".notes li", has_text="the rows differ in")
+        if note is None:
+            expect(notes).to_have_count(0)
+        else:
+            expect(notes).to_have_count(1)
+            expect(notes).to_contain_text(note)

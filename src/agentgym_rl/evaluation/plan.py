@@ -49,8 +49,14 @@ GAME = {"environment": "arguments of the environment", "role": "role", "opponent
 
 
 def game_of(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the environment arguments, role and opponent of an evaluation, as text by name. Missing ones are empty."""
-    return {name: json.dumps(config[key], sort_keys=True) if key in config else "" for key, name in GAME.items()}
+    """Return the environment arguments, role and opponent of an evaluation, as text by name. Missing ones are empty.
+
+    An opponent's text includes the weights that it had.
+    """
+    game = {name: json.dumps(config[key], sort_keys=True) if key in config else "" for key, name in GAME.items()}
+    if "opponent_weights" in config:
+        game[GAME["opponent"]] += f" with weights {json.dumps(config['opponent_weights'], sort_keys=True)}"
+    return game
 
 
 @dataclass(frozen=True, slots=True)

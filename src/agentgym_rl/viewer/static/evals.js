@@ -114,12 +114,21 @@ function markNotes(columns) {
   ].filter(Boolean);
 }
 
-/** Return a note for each column whose rows differ in items or turns. */
+/** Keys of an evaluation's config that change the game itself, with their names for people. */
+const GAME = { environment: "arguments of the environment", role: "role", opponent: "opponent" };
+
+/** Return the names of GAME in which evaluations differ. Opponents with other weights are other opponents. */
+function differentGames(evaluations) {
+  const of = ({ config }, key) => JSON.stringify([config[key] ?? null, key === "opponent" ? (config.opponent_weights ?? null) : null]);
+  return Object.keys(GAME).filter((key) => new Set(evaluations.map((evaluation) => of(evaluation, key))).size > 1).map((key) => GAME[key]);
+}
+
+/** Return a note for each column whose rows differ in what is played. */
 function differences(columns) {
   const differ = (cells, of) => new Set(cells.map(({ plans }) => JSON.stringify([...new Set(plans.filter((plan) => plan.items).map(of))].toSorted()))).size > 1;
   return columns.map((column) => {
     const cells = [...column.cells.values()];
-    const kinds = [differ(cells, (plan) => plan.which_items) ? "items" : null, differ(cells, (plan) => plan.max_turns) ? "turns" : null].filter(Boolean);
+    const kinds = [...differentGames([...column.cells.keys()]), differ(cells, (plan) => plan.which_items) ? "items" : null, differ(cells, (plan) => plan.max_turns) ? "turns" : null].filter(Boolean);
     return kinds.length ? `${isolated(column.name)}: the rows differ in ${kinds.join(" and ")}; agentgym-rl compare pairs the items they share.` : null;
   }).filter(Boolean);
 }
