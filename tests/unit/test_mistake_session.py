@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs_for_tests import context_of, quiet
+from runs_for_tests import context_of, context_with_items, quiet
 from test_rollout import Corridor
 from training_for_tests import tiny_model
 
@@ -31,7 +31,6 @@ from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.run.collectors import make_collector, make_stages
 from agentgym_rl.run.demonstrations import load_trajectories, play_demonstrations, to_sample
 from agentgym_rl.run.environments_pool import EnvironmentsPool
-from agentgym_rl.run.items import all_items
 from agentgym_rl.run.mistakes import CORRECTION, MistakeSession, Solutions, inject_mistakes
 from agentgym_rl.run.preflight import require_recovery
 from agentgym_rl.run.rounds import Round, read_round, write_round
@@ -59,15 +58,12 @@ def config_of(env: str, mistakes: float, *, episodes: int = 40, style: str = "ac
 
 async def play_warm_start(config: Config, root: Path) -> list[Trajectory]:
     """Play the warm start of `config` in the run directory `root` and return the trajectories to imitate."""
-    warm, pool = config.warm_start, EnvironmentsPool(config.environments, config.agent)
+    warm = config.warm_start
     assert warm is not None
-    items = await all_items(pool, config.environments)
-    with context_of(config, root, pool, items) as context:
-        trajectories = await play_demonstrations(
+    async with context_with_items(config, root, EnvironmentsPool(config.environments, config.agent)) as context:
+        return await play_demonstrations(
             context, "warmstart", "oracle", episodes=warm.episodes, max_turns=warm.max_turns, mistakes=warm.mistakes
         )
-    await pool.close()
-    return trajectories
 
 
 def recorded_episodes(root: Path) -> list[dict[str, Any]]:
@@ -147,11 +143,8 @@ async def test_a_share_of_zero_gives_the_episodes_of_the_plain_oracle(tmp_path: 
 
 async def test_the_loss_covers_every_reply_except_the_mistakes(tmp_path: Path) -> None:
     config = config_of("textcraft", 0.3, episodes=30)
-    pool = EnvironmentsPool(config.environments, config.agent)
-    items = await all_items(pool, config.environments)
-    with context_of(config, tmp_path, pool, items) as context:
+    async with context_with_items(config, tmp_path, EnvironmentsPool(config.environments, config.agent)) as context:
         start = await prepare(context)
-    await pool.close()
     episodes = [Trajectory.from_json(json.dumps(row)) for row in recorded_episodes(tmp_path)]
     episodes = [t for t in episodes if t.success and any(t.imitated)]
     renderer = Renderer(start.tokenizer)
@@ -283,14 +276,11 @@ async def test_mistakes_are_refused_for_an_oracle_that_cannot_recover(tmp_path: 
 
 async def test_demonstrations_without_a_success_are_an_error(tmp_path: Path) -> None:
     config = config_of("textcraft", 0.9)
-    pool = EnvironmentsPool(config.environments, config.agent)
-    items = await all_items(pool, config.environments)
-    with (
-        context_of(config, tmp_path, pool, items) as context,
-        pytest.raises(EnvError, match=r"^warm start: of 8 .* none in 1 turns: allow more turns, or fewer mistakes$"),
-    ):
-        await play_demonstrations(context, "warmstart", "oracle", episodes=8, max_turns=1, mistakes=0.9)
-    await pool.close()
+    async with context_with_items(config, tmp_path, EnvironmentsPool(config.environments, config.agent)) as context:
+        with pytest.raises(
+            EnvError, match=r"^warm start: of 8 .* none in 1 turns: allow more turns, or fewer mistakes$"
+        ):
+            await play_demonstrations(context, "warmstart", "oracle", episodes=8, max_turns=1, mistakes=0.9)
 
 
 # --- wrong thoughts ---------------------------------------------------------------------------------------------------
@@ -303,11 +293,8 @@ def thinking(share: float, **changes: Any) -> Config:
 
 
 async def start_of(config: Config, root: Path) -> tuple[Any, list[Trajectory]]:
-    pool = EnvironmentsPool(config.environments, config.agent)
-    items = await all_items(pool, config.environments)
-    with context_of(config, root, pool, items) as context:
+    async with context_with_items(config, root, EnvironmentsPool(config.environments, config.agent)) as context:
         start = await prepare(context)
-    await pool.close()
     episodes = [Trajectory.from_json(json.dumps(row)) for row in recorded_episodes(root)]
     return start, [t for t in episodes if t.success and any(t.imitated)]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from runs_for_tests import context_of
+from runs_for_tests import context_with_items
 from servers_for_tests import server_in_thread
 
 import agentgym_rl as ag
@@ -26,7 +26,6 @@ from agentgym_rl.environment.server import load_served
 from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.run.demonstrations import play_demonstrations
 from agentgym_rl.run.environments_pool import EnvironmentsPool
-from agentgym_rl.run.items import all_items
 from agentgym_rl.run.preflight import require_environments
 
 NAME = "echo_for_tests:Echo"
@@ -326,9 +325,8 @@ async def test_episodes_that_fail_in_the_warm_start_are_reported(folder: Path) -
         }
     )
     pool = EnvironmentsPool(config.environments, config.agent)
-    with context_of(config, folder / "run", pool, await all_items(pool, config.environments)) as context:
+    async with context_with_items(config, folder / "run", pool) as context:
         played = await play_demonstrations(context, "warmstart", "random", episodes=40, max_turns=2, mistakes=0.0)
-    await pool.close()
     assert len(played) == 40
     (event,) = map(json.loads, (folder / "run" / "events.jsonl").read_text().splitlines())
     assert event["kind"] == "episodes_failed"
