@@ -50,6 +50,13 @@ UPDATE_GROUPS = 8
 """Groups of an update under the longest horizon, as in recipes/evidence/maze-rl.toml."""
 
 
+MAX_PADDING = 1.25
+"""Longest over shortest episode of a batch."""
+
+Weighted = tuple[list[int], list[bool], float]
+"""Token ids of an episode, which of them were sampled, and their weight in the loss."""
+
+
 def cut(row: Row, turns: int) -> tuple[list[int], list[bool], float]:
     """Return token ids up to the end of the last allowed reply, which of them were sampled, and the reward so far."""
     ids: list[int] = []
@@ -91,12 +98,24 @@ def group_gradient(model: Any, group: Sequence[Row], turns: int, aggregate: str)
         return None, processed
     advantages = ((rewards - rewards.mean()) / (rewards.std(correction=0) + EPSILON)).tolist()
     weights = [-a / (1 if aggregate == "token" else sum(s)) for a, (_, s, _) in zip(advantages, episodes, strict=True)]
-    tokens = _padded([ids for ids, *_ in episodes]).to(model.device)  # to the right: a causal model needs no mask
-    weight = (_padded([sampled for _, sampled, _ in episodes]) * torch.tensor(weights)[:, None]).to(model.device)
     model.zero_grad(set_to_none=True)
-    logprobs = model(tokens).logits[:, :-1].float().log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
-    (logprobs * weight[:, 1:]).sum().backward()
+    for batch in _similar_lengths([(ids, sampled, w) for (ids, sampled, _), w in zip(episodes, weights, strict=True)]):
+        tokens = _padded([ids for ids, *_ in batch]).to(model.device)  # to the right: a causal model needs no mask
+        each = torch.tensor([weight for *_, weight in batch])
+        weight = (_padded([sampled for _, sampled, _ in batch]) * each[:, None]).to(model.device)
+        logprobs = model(tokens).logits[:, :-1].float().log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
+        (logprobs * weight[:, 1:]).sum().backward()
     return torch.cat([p.grad.flatten().float() for p in model.parameters() if p.grad is not None]).cpu(), processed
+
+
+def _similar_lengths(episodes: Sequence[Weighted]) -> list[list[Weighted]]:
+    """Return the episodes in batches with little padding, because attention over it would take most of the time."""
+    batches: list[list[Weighted]] = []
+    for episode in sorted(episodes, key=lambda each: len(each[0])):
+        if not batches or len(episode[0]) > MAX_PADDING * len(batches[-1][0][0]):
+            batches.append([])
+        batches[-1].append(episode)
+    return batches
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
