@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
 import importlib.util
 import inspect
 import json
@@ -459,6 +460,12 @@ def asynchronous(kind: str, study: str) -> str:
     return table(*getattr(module, kind)(study))
 
 
+def gradient_noise() -> str:
+    """Return the table of results/gradient_noise_tables.py, which imports its neighbours."""
+    sys.path.insert(0, str(ROOT / "results"))
+    return table(*importlib.import_module("gradient_noise_tables").by_horizon())
+
+
 def load() -> str:
     """Return throughput and latency of one environment server against its number of sessions."""
     rows = [
@@ -523,6 +530,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "asynchronous-textcraft": lambda: asynchronous("success_by_bound", "asynchronous-textcraft"),
     "qwen-asynchronous": lambda: asynchronous("times", "qwen-asynchronous"),
     "asynchronous-smollm2": lambda: asynchronous("times", "asynchronous-smollm2"),
+    "gradient-noise": gradient_noise,
     "load": load,
     "reading-lengths": reading_lengths,
     "search-whole": lambda: search("bm25"),
