@@ -275,11 +275,11 @@ def texts(model: RealModel) -> dict[str, str]:
     """Return the generated parts of docs/results by name."""
     picture = "![Success in training over three stages; held-out success by depth before and after](../images/{})"
     claim = [f"**Holds.** {verdict(model)}", "", picture.format(PICTURE), "", caption(model), "", *table(model), ""]
+    stages = behaviour_by_stage(model.runs)
+    behaviour = ["", *BEHAVIOUR_HEADER, *stages] if stages else []
     return {
         "qwen": "\n".join(map(wrapped, [*claim, *facts(model)])),
-        "qwen-training": "\n".join(
-            map(wrapped, [*training(model), *behaviour_by_stage(model.runs), *comparison(model)])
-        ),
+        "qwen-training": "\n".join(map(wrapped, [*training(model), *behaviour, *comparison(model)])),
     }
 
 
@@ -310,7 +310,7 @@ def readme_sentence(model: RealModel) -> str:
     if after := model.babyai.get("staged"):
         before, chance = (statistics.fmean(rates(model.babyai[arm])) for arm in ("base", RANDOM))
         gain = f"from {before:.0f} to {statistics.fmean(rates(after)):.0f}%"
-        text += f" and {gain} on BabyAI ({runs_text(after)}; {chance:.0f}%)"
+        text += f" and {gain} on BabyAI ({runs_text(after)}; random play: {chance:.0f}%)"
     return f"{text}."
 
 
