@@ -27,7 +27,7 @@ SETTINGS = (
     "| 350 planned; collapse from about 125 |",
     "| 5 → 8 → 10 to 10 → 20 → 30 |",
     "| KL term | 0.001 |",
-    "| runs of an arm | 1 | B: 6, SmolLM2 2 to 3; C: 3 |",
+    "| runs of an arm | 1 | A, 1.5B: 1 to 2; B: 6, mazes 12, SmolLM2 2 to 3; C: 3 |",
     "SmolLM2-135M, evaluated under 16 turns (95% intervals",
     "Three pairs cannot go below 0.25, two not below 0.5.",
     "three seeds a size, 300 items, four samples each",

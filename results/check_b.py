@@ -438,7 +438,7 @@ def when_it_helps(pages: Pages) -> None:
         begun = [points(r["evaluations"][0]["success"] for r in rooms[task, "staged"].values())] if start else []
         row = f"| {title}{start} | # | #% | #% | # | # |"
         pages.expect(row, *begun, len(d), *map(mean, values.values()), mean(d), listed_sign_flips(d))
-    pages.expect("never more than # points behind in the mean, and once # ahead", lead[0], -lead[2])
+    pages.expect("never more than # points behind a staged one in the mean, and once # ahead", lead[0], -lead[2])
     long_runs(pages, rooms, far, small)
 
 
@@ -456,14 +456,14 @@ def long_runs(pages: Pages, *studies: Groups) -> None:
     rates = sorted({r["config"]["rl"]["optimizer"]["lr"] for r in every if r["parameters"] < 1e7})
     pages.expect("neither at a rate of # nor at #", *rates)
     steps = [r["steps"] for r in main]
-    pages.expect("| B: # to # |\n| sampled tokens", min(steps), max(steps))
+    pages.expect("| B: # to #; mazes: 300 |\n| sampled tokens", min(steps), max(steps))
     episodes = defaultdict(list)
     for r in main:
         rl = r["config"]["rl"]
         played = r["steps"] * rl["groups_per_step"] * rl["group_size"]
         episodes[r["study"], r["task"]].append(r["sampled_tokens"] / played)
     each = [mean(values) for values in episodes.values()]
-    pages.expect("long horizon | thousands | B: # to # |", min(each), max(each))
+    pages.expect("long horizon | thousands | B: # to #; mazes", min(each), max(each))
     coefficients = {r["config"]["rl"]["kl_coef"] for r in main if r["study"] != "horizon-smollm2"}
     none = {r["config"]["rl"]["kl_coef"] for r in main if r["study"] == "horizon-smollm2"}
     pages.require("none for SmolLM2", none == {0})

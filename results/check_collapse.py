@@ -95,10 +95,15 @@ def collapse(pages: Pages) -> None:
     pages.accept(
         "Mazes of size 4,",
         "12 seeds, 300 steps",
-        "Staged has 16, 32, then 64 turns, too-short 4, 16, then 64; all are evaluated under 64.",
-        "4 mini-batches, samples that are one update old",
-        "the calm one has a KL term of 0.02 and 2 mini-batches",
+        "Staged has 16, 32, then 64 turns, too-short 4, 16, then 64; all are evaluated under 64, where",
+        "random play 60%.",
+        "has no KL term (the paper's is 0.001), a learning rate of",
+        "every 20 steps with 200 episodes",
+        "over 1,000 episodes",
     )
+    starts = [run["evaluations"][0]["success"] for (_, arm, _), (run, _) in study.items() if arm == "staged"]
+    pages.expect("the starting models have #%", points(starts))
+    conditions(pages, study)
     pages.require(
         "12 seeds, 300 steps",
         complete and {len(run["curves"]["episodes/usable"]) for run, _ in study.values()} == {300},
@@ -125,10 +130,12 @@ def collapse(pages: Pages) -> None:
     helps = all(mean(d) > 0 for d, p in zip(compared["calm"][1:], adjusted["calm"][1:], strict=True) if p < 0.05)
     pages.require("**not shown** in the paper-like condition", min(adjusted["paper-like"]) >= 0.05)
     per_token = [areas > 0 and p[2] < 0.05 for areas, p in ((mean(compared[c][2]), adjusted[c]) for c in CONDITIONS)]
-    pages.require(
-        "At equal tokens a staged horizon beats a fixed long one in one of two conditions", sum(per_token) == 1
-    )
-    pages.require("and a fixed shorter one in none (twelve seeds)", len(seeds) == 12)
+    for text in ("in long mazes it saves tokens in one of two conditions", "for its tokens in one of two conditions"):
+        pages.require(text, sum(per_token) == 1)
+    pages.require("in neither is it shown to end higher", all(adjusted[c][1] >= 0.05 for c in CONDITIONS))
+    pages.require("(six and twelve seeds)", len(seeds) == 12)
+    deciding = [p < 0.05 for p in adjusted["calm"]]
+    pages.require("by mean success at equal processed tokens alone", deciding == [False, False, True])
     pages.require("**staging helps** in the calm condition", min(adjusted["calm"]) < 0.05 and helps)
     long_falls = [b for falls, _, _ in compared.values() for _, b in falls]
     pages.expect(
@@ -148,37 +155,142 @@ def gap(values: Sequence[float]) -> list[Value]:
     return [points(values), *bootstrap(values)]
 
 
+def conditions(pages: Pages, study: Study) -> None:
+    """Check the settings of the conditions, and what the page says about the length of their runs."""
+    by_task = {task: [r["config"]["rl"] for (t, _, _), (r, _) in study.items() if t == task] for task, *_ in study}
+    found = {}
+    for condition, task in CONDITIONS.items():
+        names = ("kl_coef", "minibatches", "overlap", "importance")
+        (settings,) = {(*(rl[n] for n in names), rl["optimizer"]["lr"], rl["aggregate"]) for rl in by_task[task]}
+        found[condition] = settings
+    pages.require("samples that are one update old and no correction", found["paper-like"][2:4] == (1, "none"))
+    pages.require("The paper-like condition has no KL term", found["paper-like"][0] == 0)
+    pages.expect("a learning rate of #, # mini-batches, samples", found["paper-like"][4], found["paper-like"][1])
+    calm = found["calm"]
+    pages.expect("a KL term of #, a learning rate of #, # mini-batches and fresh", calm[0], calm[4], calm[1])
+    pages.require("mini-batches and fresh samples", calm[2] == 0)
+    pages.require("mazes: over trajectories", {settings[5] for settings in found.values()} == {"trajectory"})
+    horizons = {
+        tuple(run["config"]["eval"][n] for n in ("every", "episodes", "max_turns")) for run, _ in study.values()
+    }
+    pages.require("every 20 steps with 200 episodes", horizons == {(20, 200, TURNS)})
+    long_runs = {
+        task: [r for (t, arm, _), (r, _) in study.items() if (t, arm) == (task, "fixed-64")] for task in by_task
+    }
+    sampled, processed = [], []
+    for runs in long_runs.values():
+        played = [math.fsum(run["curves"]["episodes/usable"]) for run in runs]
+        sampled.append(mean(run["sampled_tokens"] / n for run, n in zip(runs, played, strict=True)))
+        processed.append(mean(tokens_until(run)[-1] / n for run, n in zip(runs, played, strict=True)))
+    pages.expect(
+        "mazes: # to # (# to # with observations)", *(min(sampled), max(sampled)), *(min(processed), max(processed))
+    )
+    pages.accept("B: 44 to 85; mazes: 300 |", "mazes: 16 → 32 → 64;")
+
+
+def tokens_until(run: Record) -> list[float]:
+    """Return the processed tokens up to each step, from step 1."""
+    totals = [0.0]
+    for tokens, episodes in zip(run["curves"]["tokens/per_episode"], run["curves"]["episodes/usable"], strict=True):
+        totals.append(totals[-1] + tokens * episodes)
+    return totals[1:]
+
+
+def equal_at(study: Study, longer: str, shorter: str) -> list[int]:
+    """Return the lowest and highest step of one arm that its tokens and those of another arm's whole run allow."""
+    steps = []
+    for (task, arm, seed), (run, _) in study.items():
+        if arm == longer:
+            end = tokens_until(study[task, shorter, seed][0])[-1]
+            steps.append(sum(total <= end for total in tokens_until(run)))
+    return [min(steps), max(steps)]
+
+
+def adjusted(parts: Outcomes) -> list[float]:
+    falls, ends, areas = parts
+    return holm([mcnemar(falls), every_sign(ends), every_sign(areas)])
+
+
+def expect_both(pages: Pages, before: str, compared: dict[str, Outcomes], outcome: int) -> None:
+    """Check one outcome of a comparison in both conditions."""
+    text = "# points (# to #), p = # (paper-like) and # points (# to #), p = # (calm)."
+    values = []
+    for condition in CONDITIONS:
+        values += [*gap(compared[condition][outcome]), adjusted(compared[condition])[outcome]]
+    pages.expect(f"{before} {text}", *values)
+
+
 def other_arms(pages: Pages, study: Study) -> None:
-    """Check staged against fixed-16 and too-short against staged."""
-    medium, short = (
+    """Check what the list says about tokens, fixed-16 and too-short."""
+    pages.expect("processed as many at step # to # of", *equal_at(study, "fixed-64", "staged"))
+    pages.accept("of 300. Staged has")
+    totals = {
+        (task, arm): math.fsum(tokens_until(run)[-1] for (t, a, _), (run, _) in study.items() if (t, a) == (task, arm))
+        for task, arm, _ in study
+    }
+    shares = {arm: [100 * totals[t, arm] / totals[t, "fixed-64"] for t in CONDITIONS.values()] for arm in ARMS}
+    both = sorted(shares["staged"])
+    pages.expect("Staged has # to #% of the tokens of fixed-64, fixed-16 #%.", *both, shares["fixed-16"][0])
+    pages.require("fixed-16 37%", {round(share) for share in shares["fixed-16"]} == {37})
+    pages.expect("with #% of the tokens of fixed-64.", shares["fixed-16"][1])
+    pages.expect("tokens end at step # to # of staged", *equal_at(study, "staged", "fixed-16"))
+    pages.accept("whose 64 turns begin at step 201")
+    medium, long, short = (
         {c: differences(study, c, *arms) for c in CONDITIONS}
-        for arms in (("staged", "fixed-16"), ("too-short", "staged"))
+        for arms in (("staged", "fixed-16"), ("fixed-16", "fixed-64"), ("too-short", "staged"))
     )
-    p = {c: holm([mcnemar(f), every_sign(e), every_sign(a)]) for c, (f, e, a) in medium.items()}
+    expect_both(pages, "Staged less fixed-16 at equal processed tokens:", medium, 2)
+    expect_both(pages, "whose 64 turns begin at step 201. At the end:", medium, 1)
+    pages.require("Whether it is the growth that saves tokens", min(adjusted(medium[c])[2] for c in CONDITIONS) > 0.05)
+    text = "# points (# to #), p = # (paper-like) and # points (# to #), p = # (calm)."
+    parts = [(c, outcome) for outcome in (2, 1) for c in CONDITIONS]
     pages.expect(
-        "Staged less fixed-16 at equal processed tokens: # points (# to #), p = # (paper-like) and # points (# to #), "
-        "p = # (calm). At the end of the calm runs fixed-16 is ahead: # points (# to #), p = #.",
-        *(*gap(medium["paper-like"][2]), p["paper-like"][2], *gap(medium["calm"][2]), p["calm"][2]),
-        *(*gap(medium["calm"][1]), p["calm"][1]),
+        f"compared after the runs were seen. At equal processed tokens: {text} At the end: {text}",
+        *(value for c, outcome in parts for value in (*gap(long[c][outcome]), adjusted(long[c])[outcome])),
     )
-    pages.require("that it grows adds nothing that shows", min(p[c][2] for c in CONDITIONS) > 0.05)
-    falls = medium["paper-like"][0]
-    counts = [sum(b for _, b in falls), len(falls), sum(a for a, _ in falls), len(falls)]
-    pages.expect(
-        "fixed-16 collapsed in # of # runs and staged in # of #, all while they trained under # turns.", *counts, 16
-    )
-    pages.accept("Evaluations have 64.")
-    firsts = [first_fall(run) for (_, arm, _), (run, _) in study.items() if arm == "staged" and fell(run)]
-    pages.require("all while they trained under 16 turns", max(firsts) <= 100)
-    p = {c: holm([mcnemar(f), every_sign(e), every_sign(a)]) for c, (f, e, a) in short.items()}
+    pages.expect("ended below fixed-64 (p = #)", adjusted(long["paper-like"])[1])
+    pages.require("fixed-16 ended highest", min(mean(long["calm"][1]), -mean(medium["calm"][1])) > 0)
+    low_runs(pages, study, medium["paper-like"][0])
+    expect_both(pages, "Too-short less staged at equal processed tokens:", short, 2)
+    expect_both(pages, "At the end it is not shown:", short, 1)
+    pages.require("At the end it is not shown", all(adjusted(short[c])[1] >= 0.05 for c in CONDITIONS))
     counts = [n for c in CONDITIONS for n in (sum(a for a, _ in short[c][0]), len(short[c][0]))]
+    pages.expect("evaluations in a row in # of # (paper-like) and # of # runs (calm), all within that stage.", *counts)
+    fell_at = [first_fall(run) for (_, arm, _), (run, _) in study.items() if arm == "too-short" and fell(run)]
+    pages.require("all within that stage", max(fell_at) <= 100)
+    pages.accept("**A first stage of 4 turns costs", "Fixed-16 less fixed-64,")
+    text = "in the mazes a first stage of 4 turns cost success on the way"
+    pages.accept(text)
+    pages.require(text, all(mean(short[c][2]) < 0 and adjusted(short[c])[2] < 0.05 for c in CONDITIONS))
+
+
+def low_runs(pages: Pages, study: Study, falls: Sequence[tuple[bool, bool]]) -> None:
+    """Check collapses of staged and fixed-16 in the paper-like condition, and single low evaluations."""
+    counts = [sum(b for _, b in falls), len(falls), sum(a for a, _ in falls), len(falls)]
+    text = "fixed-16 collapsed in # of # runs and staged in # of #, all while they trained under # turns"
+    pages.expect(text, *counts, 16)
+    pages.accept("Evaluations have 64.")
+    runs = {(arm, s): v for (task, arm, s), v in study.items() if task == CONDITIONS["paper-like"]}
+    fallen = {key: value for key, value in runs.items() if key[0] in ("staged", "fixed-16") and fell(value[0])}
+    firsts = [first_fall(run) for (arm, _), (run, _) in fallen.items() if arm == "staged"]
+    pages.require("all while they trained under 16 turns", max(firsts) <= 100)
+    rose = [end >= max(e["success"] for e in run["evaluations"]) / 2 for run, end in fallen.values()]
+    pages.require("all of these rose again", all(rose))
+    single = {a: [s for (arm, s), (r, _) in runs.items() if arm == a and any(is_low(r)) and not fell(r)] for a in ARMS}
     pages.expect(
-        "With # turns first, held-out success fell below half of its best in # of # and # of # runs. Less staged at "
-        "equal processed tokens: # points (# to #), p = # and # points (# to #), p = #.",
-        *(4, *counts, *gap(short["paper-like"][2]), p["paper-like"][2], *gap(short["calm"][2]), p["calm"][2]),
+        "it happened to # run of fixed-64, # of staged and # of fixed-16 besides",
+        *(len(single[arm]) for arm in ("fixed-64", "staged", "fixed-16")),
     )
-    pages.accept("on long episodes a first stage of 4 turns lost most")
-    pages.require("on long episodes a first stage of 4 turns lost most", all(p[c][2] < 0.05 for c in CONDITIONS))
+    (last,) = [s for s in single["staged"] if is_low(runs["staged", s][0])[-1]]
+    pages.expect(
+        "In # run of staged it was the last one, and success at the end is #%.", 1, points([runs["staged", last][1]])
+    )
+
+
+def is_low(run: Record) -> list[bool]:
+    """Return whether each evaluation was below half of the best one before it."""
+    rates = [evaluation["success"] for evaluation in run["evaluations"]]
+    return [rate < max(rates[:at], default=0.0) / 2 for at, rate in enumerate(rates)]
 
 
 def first_fall(run: Record) -> int:

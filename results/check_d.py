@@ -430,7 +430,7 @@ def kinds(pages: Pages, found: dict[tuple[str, str], list[Record]]) -> None:
 
 def runs(pages: Pages) -> None:
     """Check length and time of each run, and behaviour by stage."""
-    less_diverse = []
+    less_diverse, ends = [], {}
     for task, title in SCENARIOS.items():
         trained = [r for r in load(f"qwen-{task}") if "curves" in r]
         for run in trained:
@@ -445,11 +445,25 @@ def runs(pages: Pages) -> None:
         if staged:
             rows = behaviour_rows(pages, staged, "" if task == "textcraft" else f"{title}, ")
             less_diverse.append(rows[-1][0] <= rows[0][0])
+            ends[task] = (rows[0], rows[-1])
     pages.require("In none of the three scenarios", len(less_diverse) == 3 and all(less_diverse))
+    settings_of_runs(pages)
+    loops, states = ([ends[task][end][column] for end in (0, 1)] for task, column in (("babyai", 2), ("searchqa", 1)))
+    pages.require("on BabyAI loops become more frequent", loops[1] > loops[0])
+    pages.require("in deep search the episodes of an item visit fewer states together", states[1] < states[0])
     pages.require(
         "which other jobs used, too",
         all("H200" in r["hardware"] for t in SCENARIOS for r in load(f"qwen-{t}") if "curves" in r),
     )
+
+
+def settings_of_runs(pages: Pages) -> None:
+    """Check stages and KL term of the 1.5B model's runs."""
+    staged = {t: [r for r in load(f"qwen-{t}") if "stages" in r] for t in ("textcraft", "babyai", "searchqa")}
+    schedules = sorted({tuple(s["turns"] for s in r["stages"]) for records in staged.values() for r in records})
+    pages.expect("1.5B: # → # → # to # → # → # |", *schedules[0], *schedules[-1])
+    terms = {task: {r["config"]["rl"]["kl_coef"] for r in records} for task, records in staged.items()}
+    pages.require("for 1.5B, none on BabyAI", terms == {"textcraft": {0.01}, "babyai": {0}, "searchqa": {0.01}})
 
 
 def kind_rate(record: Record, kind: str) -> float:

@@ -31,11 +31,16 @@ def collapsed(record: Record) -> bool:
     """Return whether success fell below half of its best at two evaluations in a row, or the gradient was no number."""
     if any(not math.isfinite(value) for value in record["curves"].get("grad/norm", []) if value is not None):
         return True
+    return any(a and b for a, b in pairwise(low_evaluations(record)))
+
+
+def low_evaluations(record: Record) -> list[bool]:
+    """Return for each evaluation whether its success was below half of the best one before it."""
     best, low = 0.0, []
     for evaluation in record["evaluations"]:
         low.append(evaluation["success"] < best / 2)
         best = max(best, evaluation["success"])
-    return any(a and b for a, b in pairwise(low))
+    return low
 
 
 def processed_curve(record: Record) -> tuple[list[float], list[float]]:
