@@ -99,8 +99,8 @@ def page(records: list[Record]) -> str:
     limits = [
         "- Kingdoms: a tiny model from scratch, one round, and debaters that do not learn. It says little about",
         "  language models.",
-        "- SearchQA: alone, the judge soon gives nearly as many right answers. The model seems to know the built-in",
-        "  geography, so that a debate has little to add; questions that it cannot know would ask more of one.",
+        "- SearchQA: alone, the judge gives as many right answers as with debaters. The model seems to know the",
+        "  built-in geography, so that a debate has little to add; questions that it cannot know would ask more of one.",
         *completeness(records, *STUDIES),
     ]
     return PAGE.format(sections="\n\n".join(sections), limits="\n".join(limits))
