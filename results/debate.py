@@ -100,7 +100,7 @@ def page(records: list[Record]) -> str:
         "- Kingdoms: a tiny model from scratch, one round, and debaters that do not learn. It says little about",
         "  language models.",
         "- SearchQA: alone, the judge gives as many right answers as with debaters. The model seems to know the",
-        "  built-in geography, so that a debate has little to add; questions that it cannot know would ask more of one.",
+        "  built-in geography, so that a debate has little to add; questions that it cannot know would ask more.",
         *completeness(records, *STUDIES),
     ]
     return PAGE.format(sections="\n\n".join(sections), limits="\n".join(limits))
