@@ -211,12 +211,17 @@ def adjusted(parts: Outcomes) -> list[float]:
     return holm([mcnemar(falls), every_sign(ends), every_sign(areas)])
 
 
+def gap_of(parts: Outcomes, outcome: int) -> list[Value]:
+    """Return the mean difference and its interval of the success at the end (1) or of the areas (2)."""
+    return gap(parts[1] if outcome == 1 else parts[2])
+
+
 def expect_both(pages: Pages, before: str, compared: dict[str, Outcomes], outcome: int) -> None:
     """Check one outcome of a comparison in both conditions."""
     text = "# points (# to #), p = # (paper-like) and # points (# to #), p = # (calm)."
     values = []
     for condition in CONDITIONS:
-        values += [*gap(compared[condition][outcome]), adjusted(compared[condition])[outcome]]
+        values += [*gap_of(compared[condition], outcome), adjusted(compared[condition])[outcome]]
     pages.expect(f"{before} {text}", *values)
 
 
@@ -246,7 +251,7 @@ def other_arms(pages: Pages, study: Study) -> None:
     parts = [(c, outcome) for outcome in (2, 1) for c in CONDITIONS]
     pages.expect(
         f"compared after the runs were seen. At equal processed tokens: {text} At the end: {text}",
-        *(value for c, outcome in parts for value in (*gap(long[c][outcome]), adjusted(long[c])[outcome])),
+        *(value for c, outcome in parts for value in (*gap_of(long[c], outcome), adjusted(long[c])[outcome])),
     )
     pages.expect("ended below fixed-64 (p = #)", adjusted(long["paper-like"])[1])
     pages.require("fixed-16 ended highest", min(mean(long["calm"][1]), -mean(medium["calm"][1])) > 0)
