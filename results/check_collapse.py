@@ -263,6 +263,15 @@ def other_arms(pages: Pages, study: Study) -> None:
     pages.expect("evaluations in a row in # of # (paper-like) and # of # runs (calm), all within that stage.", *counts)
     fell_at = [first_fall(run) for (_, arm, _), (run, _) in study.items() if arm == "too-short" and fell(run)]
     pages.require("all within that stage", max(fell_at) <= 100)
+    named: dict[bool, list[int]] = {True: [], False: []}
+    for (_, arm, _), (run, _) in study.items():
+        steps = [finding["step"] for finding in run["findings"] if finding["rule"] == "horizon_truncation"]
+        named[arm == "too-short"].append(min(steps, default=0))
+    (step,) = set(named[True])
+    pages.expect(
+        "at step # in # of # runs of too-short, and in # of # others.",
+        *(step, len(named[True]), len(named[True]), sum(map(bool, named[False])), len(named[False])),
+    )
     pages.accept("**A first stage of 4 turns costs", "Fixed-16 less fixed-64,")
     text = "in the mazes a first stage of 4 turns cost success on the way"
     pages.accept(text)

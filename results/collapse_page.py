@@ -40,6 +40,8 @@ ROWS = {
     "mean success at equal processed tokens": "mean success at equal processed tokens",
 }
 """Rows of a table by the name of an outcome."""
+TOO_SHORT = "horizon_truncation"
+"""The doctor's rule for a horizon that nearly all episodes reach without success."""
 COLOURS = {"staged": "#0f766e", "fixed-64": "#c2410c", "fixed-16": "#7c3aed", "too-short": "#94a3b8"}
 
 
@@ -167,6 +169,9 @@ def ended_low(pairs: Sequence[Pair]) -> str:
 
 def facts(records: Sequence[Record]) -> list[str]:
     """Return the list below the table."""
+    named = named_too_short([run for run in runs_of(records) if run["arm"] == "too-short"])
+    others = [run for run in runs_of(records) if run["arm"] in COLLAPSE_ARMS and run["arm"] != "too-short"]
+    wrongly_named = named_too_short(others)
     paper, calm = CONDITIONS
     staged, medium = arms_of(pairs_of(records, paper, "staged", "fixed-16"))
     long = arms_of(pairs_of(records, paper, "staged", "fixed-64"))[1]
@@ -194,7 +199,20 @@ def facts(records: Sequence[Record]) -> list[str]:
         "that stage. Too-short less staged at equal processed tokens: "
         f"{against_in_both(records, 'too-short', 'staged', area)}. At the end it is not shown: "
         f"{against_in_both(records, 'too-short', 'staged', end)}. Its second stage is shorter, too.",
+        f"- **The doctor names such a stage**: `{TOO_SHORT}` at step {first_step(named)} in {len(named)} of "
+        f"{sum(map(len, short.values()))} runs of too-short, and in {len(wrongly_named)} of {len(others)} others.",
     ]
+
+
+def named_too_short(runs: Sequence[Record]) -> list[Record]:
+    """Return the runs in which the doctor found a horizon that is too short."""
+    return [run for run in runs if any(finding["rule"] == TOO_SHORT for finding in run["findings"])]
+
+
+def first_step(runs: Sequence[Record]) -> str:
+    """Return the step of the doctor's first finding of a short horizon: `20`, or `20 to 139`."""
+    steps = [min(f["step"] for f in run["findings"] if f["rule"] == TOO_SHORT) for run in runs]
+    return f"{min(steps)}" if min(steps) == max(steps) else f"{min(steps)} to {max(steps)}"
 
 
 def texts(results: Path) -> dict[str, str]:
