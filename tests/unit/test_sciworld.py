@@ -28,6 +28,7 @@ from agentgym_rl.environment.envs.sciworld.gold import CACHE_VARIABLE
 from agentgym_rl.environment.envs.sciworld.jvm import POOL
 from agentgym_rl.environment.envs.sciworld.picture import Scene, draw
 from agentgym_rl.environment.envs.sciworld.simulator import Globals, reference
+from agentgym_rl.environment.envs.sciworld.world import World
 from agentgym_rl.environment.pool import RemotePool
 from agentgym_rl.errors import ConfigError, EnvError, EnvUnavailable
 from agentgym_rl.types import Step
@@ -362,6 +363,28 @@ def test_eight_sessions_share_two_processes_in_bounded_memory(monkeypatch: pytes
         session.close()
     assert [process.num_worlds for process in POOL.jvms] == [0, 0]
     POOL.jvms[1].stop()
+
+
+def test_sessions_that_start_together_fit_a_small_heap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tables of tasks of 14 worlds do not fit this heap together."""
+    small_heap = ["-Xmx96m" if option.startswith("-Xmx") else option for option in jvm.OPTIONS]
+    monkeypatch.setattr(jvm, "OPTIONS", small_heap)
+    pool = jvm.JvmPool(lambda: 1)
+    errors: list[BaseException] = []
+
+    def begin() -> None:
+        try:
+            World(pool).load("boil", 0)
+        except EnvError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=begin) for _ in range(14)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    pool.close()
+    assert errors == []
 
 
 # --- processes that die ----------------------------------------------------------------------------------------------

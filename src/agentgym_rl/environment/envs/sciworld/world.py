@@ -40,19 +40,19 @@ class World:
         self._interface: Reference | None = None
         self._closed = False
         try:
-            (interface,) = self._ask(create("scienceworld.runtime.pythonapi.PythonInterface"))
+            with self.jvm.lock:  # one table of tasks at a time, see _drop_tasks
+                (interface,) = self._ask(create("scienceworld.runtime.pythonapi.PythonInterface"))
+                self._interface = reference(interface)
+                self._ask(self._drop_tasks())
         except BaseException:
             self.close()
             raise
-        self._interface = reference(interface)
 
     def load(self, task: str, variation: int) -> tuple[str, str, str]:
         """Start a task. Return its description, the first look around and the inventory."""
-        self._load(task, variation, gold_path=False)
-        # The table of all tasks is nine tenths of a world's memory. Only loading needs it, and creates it again.
-        description, *seen, _ = self._ask(
-            self._call("getTaskDescription"), *self._look(), self._call("taskMaker_$eq", None)
-        )
+        with self.jvm.lock:  # one table of tasks at a time, see _drop_tasks
+            self._load(task, variation, gold_path=False)
+            description, *seen, _ = self._ask(self._call("getTaskDescription"), *self._look(), self._drop_tasks())
         look, inventory = map(str, seen)
         return str(description), look, inventory
 
@@ -104,6 +104,14 @@ class World:
         (error,) = self._ask(self._call("load", task, variation, "", gold_path), timeout_s=timeout_s)
         if error:
             raise EnvError(f"sciworld's simulator cannot load variation {variation} of {task}: {error}")
+
+    def _drop_tasks(self) -> str:
+        """Return the command that drops the table of all tasks, nine tenths of a world's memory.
+
+        Only loading needs the table, and creates it again. Hold the process's lock from the table's creation to this
+        command, because the heap has space for about 30 tables.
+        """
+        return self._call("taskMaker_$eq", None)
 
     def _look(self) -> tuple[str, str]:
         """Return the commands for look and inventory. Neither takes time in the game."""
