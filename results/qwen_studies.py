@@ -35,7 +35,7 @@ QWEN_PLAY = {
 }
 """Settings of recipes/qwen, for models without a run and for agents of another environment."""
 QWEN_SAMPLES = {"textcraft": 4, "babyai": 4, "searchqa": 2, "sciworld": 2, "webarena": 4}
-"""Samples per item. The suite has 100, 90, 300 (no TriviaQA, no Bamboogle) and 200 items, and the built-in sites 50."""
+"""Samples per item. The suite has 100, 90, 300 (no TriviaQA, no Bamboogle) and 200 items, and the built-in sites 43."""
 QWEN_SIZES = {"135M": f"{PRETRAINED}-135M", "0.5B": f"{PRETRAINED}-0.5B", "1.5B": PRETRAINED}
 """Placeholders of the models of claim C: SmolLM2-135M-Instruct and Qwen2.5-Coder-0.5B- and -1.5B-Instruct."""
 
