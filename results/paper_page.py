@@ -137,6 +137,6 @@ def texts(results: Path) -> dict[str, str]:
     return {
         "paper-table": "\n".join(map(wrapped, lines)),
         "paper-kinds": "\n".join(kinds).rstrip(),
-        "paper-runs": "\n".join(runs_table(runs)),
-        "paper-behaviour": "\n".join(behaviour(runs)),
+        "paper-runs": "\n".join(runs_table(runs)) if runs else "",
+        "paper-behaviour": "\n".join(behaviour(runs)) if runs else "",
     }
