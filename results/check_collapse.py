@@ -15,7 +15,7 @@ TURNS = 64
 Study = dict[tuple[str, str, int], tuple[Record, float]]
 """Run and success at the end by condition, arm and seed."""
 Outcomes = tuple[list[tuple[bool, bool]], list[float], list[float]]
-"""Of two arms by seed: whether each collapsed, difference at the end, difference of the areas."""
+"""Collapses of two arms, differences at the end and differences of the areas, each by seed."""
 
 
 def read() -> Study:

@@ -11,7 +11,7 @@ import sys
 import threading
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -365,6 +365,16 @@ def test_eight_sessions_share_two_processes_in_bounded_memory(monkeypatch: pytes
     POOL.jvms[1].stop()
 
 
+def run_in_threads(count: int, function: Callable[[], None]) -> None:
+    """Call a function in `count` threads at once, and wait until all have returned."""
+    threads = [threading.Thread(target=function, daemon=True) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+
+
 def test_sessions_that_start_together_fit_a_small_heap(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tables of tasks of 14 worlds do not fit this heap together."""
     small_heap = ["-Xmx96m" if option.startswith("-Xmx") else option for option in jvm.OPTIONS]
@@ -378,11 +388,7 @@ def test_sessions_that_start_together_fit_a_small_heap(monkeypatch: pytest.Monke
         except EnvError as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=begin) for _ in range(14)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    run_in_threads(14, begin)
     pool.close()
     assert errors == []
 
@@ -550,11 +556,7 @@ def test_a_process_can_be_stopped_from_several_threads_at_once() -> None:
         except Exception as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=stop) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(8, stop)
     assert failures == []
     assert sum("exit code" in ending for ending in endings) == 1
     assert process.stop() == ""
