@@ -43,7 +43,8 @@ QWEN_SIZES = {"135M": f"{PRETRAINED}-135M", "0.5B": f"{PRETRAINED}-0.5B", "1.5B"
 def on_suite(name: str, agent: str, arm: str, task: str, seed: int, *arguments: str, turns: str = "") -> Job:
     """Return an evaluation on the published number of items and turns, with several samples per item."""
     slow = (agent, task) == ("random", "sciworld")  # the JVM of each episode lists every action of every turn
-    samples, concurrency = (1, 4) if slow else (QWEN_SAMPLES[task], 128)
+    at_once = 32 if task == "webarena" else 128  # a browser of more pages takes longer than an action may
+    samples, concurrency = (1, 4) if slow else (QWEN_SAMPLES[task], at_once)
     limits = ("--turns", turns or str(QWEN[task]["long"]), "--samples", str(samples))
     options = ("--agent", agent, "--suite", "agentgym-27", "--env", task, *limits)
     engine = ("--dtype", "bfloat16", "--concurrency", str(concurrency))
