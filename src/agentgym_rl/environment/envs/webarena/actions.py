@@ -158,6 +158,8 @@ def _no_argument(kind: str) -> Callable[[re.Match[str]], Action]:
 
 _Pattern = tuple[re.Pattern[str], Callable[[re.Match[str]], Action]]
 _ID = r"\s*\[?\s*([0-9]{1,6})\s*\]?"
+_ID_AND_NOTE = r"\s*\[\s*([0-9]{1,6})\s*\][^\S\n]+[^\[\]\n]+"
+"""A bracketed id and words after it, as in `click [13] link 'Outdoors'`. WebArena's own parser ignores them, too."""
 
 
 def _pattern(pattern: str, make: Callable[[re.Match[str]], Action]) -> tuple[_Pattern, ...]:
@@ -165,7 +167,10 @@ def _pattern(pattern: str, make: Callable[[re.Match[str]], Action]) -> tuple[_Pa
 
 
 _PATTERNS: dict[str, tuple[_Pattern, ...]] = {
-    **{kind: _pattern(kind + _ID, _with_element(kind)) for kind in ("click", "hover", "tab_focus")},
+    **{
+        kind: tuple(each for form in (_ID, _ID_AND_NOTE) for each in _pattern(kind + form, _with_element(kind)))
+        for kind in ("click", "hover", "tab_focus")
+    },
     **{kind: _pattern(kind + r"(?:\s*\[\s*\])?", _no_argument(kind)) for kind in ("new_tab", "close_tab", "go_back")},
     "go_forward": _pattern(r"go_forward(?:\s*\[\s*\])?", _no_argument("go_forward")),
     "type": _pattern(rf"type{_ID}\s*\[(.*?)\](?:\s*\[\s*(?:press_enter_after\s*=\s*)?([01])\s*\])?", _parse_type),
