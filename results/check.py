@@ -20,6 +20,7 @@ from check_b import deciding, far_rooms, smollm2_horizons, two_tasks, when_it_he
 from check_c import ablations, claim_c
 from check_collapse import collapse
 from check_d import paper_table, real_sizes
+from check_transfer import transfer
 from page_numbers import ROOT, Pages, read_pages
 
 SETTINGS = (
@@ -27,7 +28,7 @@ SETTINGS = (
     "| 350 planned; collapse from about 125 |",
     "| 5 → 8 → 10 to 10 → 20 → 30 |",
     "| KL term | 0.001 |",
-    "| runs of an arm | 1 | A, 1.5B: 1 to 2; B: 6, mazes 12, SmolLM2 2 to 3; C: 3 |",
+    "| runs of an arm | 1 | A, 1.5B: 2 to 3 (SFT: 1); B: 6, mazes 12, SmolLM2 2 to 3; C: 3 |",
     "SmolLM2-135M, evaluated under 16 turns (95% intervals",
     "Three pairs cannot go below 0.25, two not below 0.5.",
     "three seeds a size, 300 items, four samples each",
@@ -46,7 +47,7 @@ def settings(pages: Pages) -> None:
 CHECKS: tuple[Callable[[Pages], None], ...] = (
     *(settings, real_model, smollm2, training_of_smollm2),
     *(two_tasks, deciding, far_rooms, smollm2_horizons, when_it_helps),
-    *(claim_c, ablations, real_sizes, paper_table, collapse),
+    *(claim_c, ablations, real_sizes, paper_table, transfer, collapse),
 )
 
 

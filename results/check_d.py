@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -319,8 +320,14 @@ def endings(pages: Pages, agents: Agents, episodes: Episodes, compared: Compared
     pages.expect("**SmolLM2-135M's #%** agrees with claim A", gap["135M"])
 
 
-SCENARIOS = {"textcraft": "TextCraft", "babyai": "BabyAI", "searchqa": "Deep search", "sciworld": "SciWorld"}
-ROWS = {CHANCE: CHANCE, "base": "base", "staged": "RL, ScalingInter"}
+SCENARIOS = {
+    "textcraft": "TextCraft",
+    "babyai": "BabyAI",
+    "searchqa": "Deep search",
+    "sciworld": "SciWorld",
+    "webarena": "Web, built-in sites",
+}
+ROWS = {CHANCE: CHANCE, "base": "base", "SFT": "SFT on the oracle", "staged": "RL, ScalingInter"}
 PUBLISHED = ("Qwen2.5-3B-Instruct", "AgentGym-RL-3B", "AgentGym-RL-7B", "ScalingInter-7B")
 
 
@@ -343,7 +350,7 @@ def paper_table(pages: Pages) -> None:
         for record in load(f"qwen-{task}"):
             if "outcomes" in record:
                 found.setdefault((task, record["arm"]), []).append(record)
-    pages.require("| success | TextCraft | BabyAI | Deep search | SciWorld |", {t for t, _ in found} == set(SCENARIOS))
+    pages.require(f"| success | {' | '.join(SCENARIOS.values())} |", {t for t, _ in found} == set(SCENARIOS))
     for arm, title in ROWS.items():
         cells, values = [], []
         for task in SCENARIOS:
@@ -362,24 +369,49 @@ def paper_table(pages: Pages) -> None:
     kinds(pages, found)
     runs(pages)
     lists_of_actions(pages)
-    absent = ("SFT on the oracle; RL, fixed short horizon; RL, fixed long horizon; RL, adaptive horizon", "Web")
-    arms = {arm for _, arm in found}
-    pages.require(
-        f"Missing rows: {absent[0]}. Missing columns: {absent[1]}.", arms == set(ROWS) and not load("qwen-webarena")
-    )
-    absent_cells = "base on SciWorld; RL, ScalingInter on SciWorld"
+    absent = "RL, fixed short horizon; RL, fixed long horizon; RL, adaptive horizon"
+    pages.require(f"Missing rows: {absent}.", {arm for _, arm in found} == set(ROWS))
     gaps = {(task, arm) for task in SCENARIOS for arm in ROWS} - found.keys()
-    expected = {("sciworld", "base"), ("sciworld", "staged")}
+    expected = {("webarena", "SFT"), ("sciworld", "staged"), ("webarena", "staged")}
+    absent_cells = "SFT on the oracle on Web; RL, ScalingInter on SciWorld and Web"
     pages.require(f"Missing cells: {absent_cells}.", gaps == expected)
+    in_words(pages, found)
+
+
+def in_words(pages: Pages, found: dict[tuple[str, str], list[Record]]) -> None:
+    """Check the sentences below the table."""
+    ends = {key: points(rate_of(records)[0].values()) for key, records in found.items()}
+    alike = [abs(ends[task, "staged"] - ends[task, "SFT"]) < 1 for task in ("textcraft", "babyai")]
+    pages.require("Imitation of the oracle gets as far as RL on TextCraft and BabyAI", all(alike))
+    pages.require("In deep search RL is ahead.", ends["searchqa", "staged"] > ends["searchqa", "SFT"])
+    of_arm = {
+        arm: [r for t in SCENARIOS for r in load(f"qwen-{t}") if "curves" in r and r["arm"] == arm] for arm in ROWS
+    }
+    seconds = [r["seconds"] / 60 for r in of_arm["staged"] if r["task"] in ("textcraft", "babyai")]
+    pages.expect("in a minute instead of # to #,", min(seconds), max(seconds))
+    pages.require(
+        "in a minute instead of", all(r["seconds"] < 60 for r in of_arm["SFT"] if r["task"] in ("textcraft", "babyai"))
+    )
+    demonstrations = [r["rounds"][0]["expert"] for r in of_arm["SFT"]]
+    pages.expect("SFT has one seed and # to # demonstrations", min(demonstrations), max(demonstrations))
+    pages.require("SFT has one seed", all(len(r) == 1 for (_, arm), r in found.items() if arm == "SFT"))
+    pages.require(
+        "On the built-in sites neither base nor random play solves a task.",
+        ends["webarena", "base"] == ends["webarena", CHANCE] == 0,
+    )
+    actions = [a for row in load_lines("qwen-webarena", "eval-qwen-base-webarena.actions") for a in row["actions"]]
+    noted = [a for a in actions if re.fullmatch(r"(click|hover|tab_focus)\s*\[\s*\d+\s*\][^\S\n]+[^\[\]\n]+", a)]
+    pages.expect("#% of base's actions were refused for words after the element", 100 * len(noted) / len(actions))
+    pages.accept("(`click [13] link 'Outdoors'`)")
 
 
 def published_rows(pages: Pages, found: dict[tuple[str, str], list[Record]]) -> None:
     sources = json.loads((ROOT / "src/agentgym_rl/evaluation/published.json").read_text(encoding="utf-8"))
     paper = next(source for source in sources if "AgentGym-RL-3B" in source["agents"])
-    columns = [paper["scenarios"].index(name) for name in SCENARIOS.values()]
+    columns = [paper["scenarios"].index(name) for name in SCENARIOS.values() if name in paper["scenarios"]]
     for agent in PUBLISHED:
         values = [paper["agents"][agent][column] for column in columns]
-        pages.expect(f"| *{agent} (published)* | #% | #% | #% | #% |", *values)
+        pages.expect(f"| *{agent} (published)* | #% | #% | #% | #% |  |", *values)
     untrained = paper["agents"]["Qwen2.5-3B-Instruct"][paper["scenarios"].index("BabyAI")]
     _, (_, low, high) = rate_of(found["babyai", CHANCE])
     pages.require("it is about level with the published untrained 3B model", low < untrained < high)
@@ -392,18 +424,21 @@ def scenarios(pages: Pages, found: dict[tuple[str, str], list[Record]]) -> None:
         outcomes = [o for r in records for o in r["outcomes"].values()]
         (items,) = {len(o) for o in outcomes}
         (turns,) = {int(t) for r in records for t in r["outcomes"]}
-        (samples,) = {len(s) for o in outcomes for s in o.values()}
-        without = [t["name"] for t in records[0]["config"]["tasks"] if not t["items"]]
+        samples = sorted({len(s) for o in outcomes for s in o.values()})
+        tasks = records[0]["config"]["tasks"]
+        without = [t["name"] for t in tasks if not any(t["name"] == u["name"] and u["items"] for u in tasks)]
         text = f"#, no {' or '.join(without)}" if without else "#"
-        pages.expect(f"| {title} | {text} | # | # |", items, turns, samples)
+        pages.expect(f"| {title} | {text} | # | {', '.join('#' for _ in samples)} |", items, turns, *samples)
 
 
 def differences(pages: Pages, found: dict[tuple[str, str], list[Record]]) -> None:
-    """Check RL less base, and base less random play."""
+    """Check the agents of the table against each other."""
     pages.accept("| score 100 |")
-    units = {"textcraft": 4, "babyai": 4, "searchqa": 2}
+    units = {"textcraft": 4, "babyai": 4, "searchqa": 2, "sciworld": 2, "webarena": 4}
     for title, arm, other in (
         ("RL, ScalingInter, less base", "staged", "base"),
+        ("SFT less base", "SFT", "base"),
+        ("RL, ScalingInter, less SFT", "staged", "SFT"),
         ("Base less random play", "base", CHANCE),
     ):
         tasks = [task for task in units if {(task, arm), (task, other)} <= found.keys()]
@@ -418,7 +453,7 @@ def differences(pages: Pages, found: dict[tuple[str, str], list[Record]]) -> Non
 
 
 def kinds(pages: Pages, found: dict[tuple[str, str], list[Record]]) -> None:
-    for task in ("babyai", "searchqa", "sciworld"):
+    for task in ("babyai", "searchqa", "sciworld", "webarena"):
         arms = [arm for arm in ROWS if (task, arm) in found]
         for kind, cell_of_kind in found[task, CHANCE][0]["results"][-1]["tasks"].items():
             if cell_of_kind is not None:
@@ -434,13 +469,16 @@ def runs(pages: Pages) -> None:
     for task, title in SCENARIOS.items():
         trained = [r for r in load(f"qwen-{task}") if "curves" in r]
         for run in trained:
+            name = f"| {title}, {ROWS[run['arm']]}, seed {run['seed']} |"
+            end, minutes = f"| # | `{run['commit'][:7]}` |", run["seconds"] / 60
+            pages.accept(name)
+            if run["arm"] == "SFT":
+                pages.expect(f"{name} # of # |  |  {end}", run["steps"], run["config"]["sft"]["batch_size"], minutes)
+                continue
             rl, stages = run["config"]["rl"], [stage["turns"] for stage in run["stages"]]
             episodes = rl["groups_per_step"] * rl["group_size"]
-            name = f"| {title}, {ROWS[run['arm']]}, seed {run['seed']} |"
-            row = f"{name} # of # | # → # → # | # | # | `{run['commit'][:7]}` |"
-            values = (run["steps"], episodes, *stages, run["sampled_tokens"] / 1e6, run["seconds"] / 60)
-            pages.expect(row, *values)
-            pages.accept(name)
+            values = (run["steps"], episodes, *stages, run["sampled_tokens"] / 1e6, minutes)
+            pages.expect(f"{name} # of # | # → # → # | # {end}", *values)
         staged = [r for r in trained if r["arm"] == "staged"]
         if staged:
             rows = behaviour_rows(pages, staged, "" if task == "textcraft" else f"{title}, ")
@@ -459,7 +497,7 @@ def runs(pages: Pages) -> None:
 
 def settings_of_runs(pages: Pages) -> None:
     """Check stages and KL term of the 1.5B model's runs."""
-    staged = {t: [r for r in load(f"qwen-{t}") if "stages" in r] for t in ("textcraft", "babyai", "searchqa")}
+    staged = {t: [r for r in load(f"qwen-{t}") if r.get("stages")] for t in ("textcraft", "babyai", "searchqa")}
     schedules = sorted({tuple(s["turns"] for s in r["stages"]) for records in staged.values() for r in records})
     pages.expect("1.5B: # → # → # to # → # → # |", *schedules[0], *schedules[-1])
     terms = {task: {r["config"]["rl"]["kl_coef"] for r in records} for task, records in staged.items()}
@@ -474,7 +512,8 @@ def kind_rate(record: Record, kind: str) -> float:
 def lists_of_actions(pages: Pages) -> None:
     """Check that of the observations only BabyAI's list the actions of random play."""
     jobs = {"textcraft": "eval-qwen-base-textcraft", "babyai": "eval-qwen-base-babyai"}
-    jobs |= {"searchqa": "eval-qwen-base-searchqa", "sciworld": "eval-random-sciworld-27"}
+    jobs |= {"searchqa": "eval-qwen-base-searchqa", "sciworld": "eval-qwen-base-sciworld"}
+    jobs |= {"webarena": "eval-qwen-base-webarena"}
     listed = set()
     for task, job in jobs.items():
         episodes = load_lines(f"qwen-{task}", f"{job}.episodes")

@@ -276,9 +276,10 @@ def _tries_cell(records: Sequence[Record], turns: int, tries: int) -> str:
 
 
 def generalisation_table(transfers: Sequence[Record], others: Sequence[Record]) -> list[str]:
-    """Return a matrix of agents by scenarios: each staged agent of seed 0 where it was and was not trained."""
+    """Return a matrix of agents by scenarios: each staged agent where it was and was not trained."""
     groups = by_task_and_arm(transfers)
     own = by_task_and_arm(others)
+    seeds = {arm: {r["seed"] for (_, a), records in groups.items() if a == arm for r in records} for _, arm in groups}
     tasks = [task for task in QWEN if any(t == task for t, _ in groups)]
     lines = [f"| agent | {' | '.join(SCENARIOS[task] for task in tasks)} |", "|---|" + "---|" * len(tasks)]
     agents = ["base", *(f"trained on {task}" for task in QWEN), "together"]
@@ -286,7 +287,7 @@ def generalisation_table(transfers: Sequence[Record], others: Sequence[Record]) 
         cells = []
         for task in tasks:
             if agent == f"trained on {task}":
-                chosen = [r for r in own.get((task, "staged"), []) if r["seed"] == 0]
+                chosen = [r for r in own.get((task, "staged"), []) if r["seed"] in seeds.get(agent, ())]
             else:
                 chosen = own.get((task, "base"), []) if agent == "base" else groups.get((task, agent), [])
             cells.append(rate_cell(chosen) + (" (own)" if agent == f"trained on {task}" else "") if chosen else "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jobs import RANDOM
 from paper import ROWS, SCENARIOS, by_task_and_arm, kinds_table, main_table, mean_item_rates
@@ -40,7 +41,8 @@ def scenarios_table(records: Sequence[Record]) -> list[str]:
             continue
         subsets = evaluated[0]["config"]["tasks"]
         items = f"{sum(subset['items'] for subset in subsets)}"
-        if absent := [subset["name"] for subset in subsets if not subset["items"]]:
+        present = {subset["name"] for subset in subsets if subset["items"]}
+        if absent := [subset["name"] for subset in subsets if subset["name"] not in present]:
             items += f", no {' or '.join(absent)}"
         turns = sorted({turns_of(r)[-1] for r in evaluated})
         samples = sorted({r["config"]["samples"] for r in evaluated})
@@ -63,13 +65,20 @@ def runs_table(runs: dict[str, list[Record]]) -> list[str]:
     ]
     for task, records in runs.items():
         for run in records:
-            rl, stages = run["config"]["rl"], [f"{stage['turns']:g}" for stage in run["stages"]]
-            steps = f"{run['steps']} of {rl['groups_per_step'] * rl['group_size']}"
-            tokens, minutes = f"{run['sampled_tokens'] / 1e6:.1f}", f"{run['seconds'] / 60:.0f}"
+            stages = " → ".join(f"{stage['turns']:g}" for stage in run["stages"])
+            steps = f"{run['steps']} of {episodes_a_step(run['config'])}"
+            tokens = f"{run['sampled_tokens'] / 1e6:.1f}" if "sampled_tokens" in run else ""
             name = f"{SCENARIOS[task].partition(',')[0]}, {ROWS[run['arm']]}, seed {run['seed']}"
-            cells = (name, steps, " → ".join(stages), tokens, minutes, f"`{run['commit'][:7]}`")
+            cells = (name, steps, stages, tokens, f"{run['seconds'] / 60:.0f}", f"`{run['commit'][:7]}`")
             lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def episodes_a_step(config: dict[str, Any]) -> int:
+    """Return the sampled episodes of a step of RL, or the demonstrations of a step of SFT."""
+    if config.get("method") == "sft":
+        return int(config["sft"]["batch_size"])
+    return int(config["rl"]["groups_per_step"] * config["rl"]["group_size"])
 
 
 def behaviour(runs: dict[str, list[Record]]) -> list[str]:
@@ -82,8 +91,8 @@ def behaviour(runs: dict[str, list[Record]]) -> list[str]:
     return lines
 
 
-def difference(records: Sequence[Record], arm: str, other: str, title: str) -> str:
-    """Return one arm less another on the items of each scenario that has both."""
+def difference(records: Sequence[Record], arm: str, other: str, title: str) -> list[str]:
+    """Return a line with one arm less another on the items of each scenario that has both, if there is one."""
     groups = by_task_and_arm(records)
     compared: dict[str, list[float]] = {}
     for task in QWEN:
@@ -96,7 +105,7 @@ def difference(records: Sequence[Record], arm: str, other: str, title: str) -> s
         low, high = mean_interval(d)
         gap = f"{signed(statistics.fmean(d))} ({signed(low)} to {signed(high)}"
         parts.append(f"{SCENARIOS[task]} {gap}, p = {p:.2g})")
-    return f"- {title} on the same items, in points: {'; '.join(parts)}. p is exact, after Holm."
+    return [f"- {title} on the same items, in points: {'; '.join(parts)}. p is exact, after Holm."] if parts else []
 
 
 def listed(names: Sequence[str]) -> str:
@@ -125,8 +134,10 @@ def texts(results: Path) -> dict[str, str]:
     if not records:
         return {"paper-table": "", "paper-kinds": "", "paper-runs": "", "paper-behaviour": ""}
     differences = [
-        difference(records, "staged", "base", "RL, ScalingInter, less base"),
-        difference(records, "base", RANDOM, "Base less random play"),
+        *difference(records, "staged", "base", "RL, ScalingInter, less base"),
+        *difference(records, "SFT", "base", "SFT less base"),
+        *difference(records, "staged", "SFT", "RL, ScalingInter, less SFT"),
+        *difference(records, "base", RANDOM, "Base less random play"),
     ]
     lines = [*main_table(records), "", *scenarios_table(records), "", *differences, missing(records)]
     kinds: list[str] = []

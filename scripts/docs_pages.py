@@ -39,6 +39,11 @@ EPISODES = {
         "qwen-searchqa/eval-qwen-base-searchqa",
         "qwen-searchqa/eval-qwen-staged-searchqa-2",
     ),
+    "results/episodes-sciworld.html": (
+        "qwen-sciworld/eval-qwen-base-sciworld",
+        "qwen-sciworld/eval-qwen-sft-sciworld-0",
+    ),
+    "results/episodes-webarena.html": ("qwen-webarena/eval-qwen-base-webarena",),
 }
 """Evaluations under results/, before and after training, by the page that shows ten episodes of each."""
 
@@ -530,6 +535,8 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "asynchronous-textcraft": lambda: asynchronous("success_by_bound", "asynchronous-textcraft"),
     "qwen-asynchronous": lambda: asynchronous("times", "qwen-asynchronous"),
     "asynchronous-smollm2": lambda: asynchronous("times", "asynchronous-smollm2"),
+    "asynchronous-long-first": lambda: asynchronous("race", "asynchronous-long-first"),
+    "asynchronous-long-first-times": lambda: asynchronous("times", "asynchronous-long-first"),
     "gradient-noise": gradient_noise,
     "load": load,
     "reading-lengths": reading_lengths,

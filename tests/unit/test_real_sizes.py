@@ -123,6 +123,7 @@ def test_the_papers_table_names_what_has_no_record(tmp_path: Path) -> None:
     assert "| BabyAI | 8, no absent | 20 | 2 | the mission is done |" in table
     plain = " ".join(texts["paper-table"].split())
     assert "BabyAI −50.0 (−50.0 to −50.0, p = 0.0078). p is exact" in plain
+    assert "SFT less base" not in plain, "no agent imitated"
     assert "Missing columns: TextCraft; Deep search; Web. Missing cells: random play on SciWorld." in plain
     assert "| known | 8 | 50 | 50 |" in texts["paper-kinds"]
     assert (texts["paper-runs"], texts["paper-behaviour"]) == ("", ""), "no agent was trained"
