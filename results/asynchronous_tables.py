@@ -68,8 +68,8 @@ def times(study: str) -> Table:
 
 
 RACE_SHARE, RACE_END, RACE_WINDOW = 0.9, 20, 20
-"""Runs of `asynchronous-long` and `asynchronous-long-first` race to this share of what the synchronous ones have in their
-last steps, in the mean success of so many steps. The rule was set before the runs."""
+"""Runs of `asynchronous-long` and `asynchronous-long-first` race to this share of what the synchronous ones have in
+their last steps, in the mean success of so many steps. The rule was set before the runs."""
 
 
 def race(study: str) -> Table:
