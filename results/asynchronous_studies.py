@@ -61,7 +61,8 @@ def asynchronous_long(seeds: list[int] | None) -> list[Job]:
     synchronous and with a bound of staleness. It needs one GPU, which no other process uses.
 
     Most episodes end early, and a synchronous step waits for the longest one. The records of
-    results/asynchronous-long-first had groups of four, 80 steps and a learning rate of 3e-6.
+    results/asynchronous-long-first had groups of four, 80 steps, a learning rate of 3e-6 and up to 80 episodes at once,
+    which filled the queue in 4.2 s.
     """
     jobs: list[Job] = []
     for seed in seeds if seeds is not None else range(3):
@@ -69,7 +70,7 @@ def asynchronous_long(seeds: list[int] | None) -> list[Job]:
         imitation = (f"model.path={{{QWEN_SIZES['1.5B']}}}", "data.episodes=96", "sft.epochs=1", "eval.max_turns=50")
         jobs.append(replace(start, arguments=imitation))
         steps = ("rl.groups_per_step=2", "rl.steps=160", "eval.every=160", "eval.max_turns=50")
-        rate = ("rl.optimizer.lr=1e-6", "rl.keep_cache=true")
+        rate = ("rl.optimizer.lr=1e-6", "rl.keep_cache=true", "agent.concurrency=48")
         run = Job(name="qwen-long-babyai", arm="", task="babyai", seed=seed, recipe="qwen/babyai.toml")
         run = replace(run, arguments=(f"model.path={{{start.name}}}", *LONG_EPISODES, *rate, *steps))
         jobs += [stale(bound, run) for bound in (0, 4)]
