@@ -486,6 +486,7 @@ def runs(pages: Pages) -> None:
             ends[task] = (rows[0], rows[-1])
     pages.require("In none of the three scenarios", len(less_diverse) == 3 and all(less_diverse))
     settings_of_runs(pages)
+    open_answers(pages)
     loops, states = ([ends[task][end][column] for end in (0, 1)] for task, column in (("babyai", 2), ("searchqa", 1)))
     pages.require("on BabyAI loops become more frequent", loops[1] > loops[0])
     pages.require("in deep search the episodes of an item visit fewer states together", states[1] < states[0])
@@ -493,6 +494,16 @@ def runs(pages: Pages) -> None:
         "which other jobs used, too",
         all("H200" in r["hardware"] for t in SCENARIOS for r in load(f"qwen-{t}") if "curves" in r),
     )
+
+
+def open_answers(pages: Pages) -> None:
+    """Check how often the agents of deep search leave the tag of an answer open, and the turns refused for it."""
+    episodes = {s: load_lines("qwen-searchqa", f"eval-qwen-staged-searchqa-{s}.actions") for s in (0, 2)}
+    still_open = [r for r in episodes[2] if any(r["actions"][i].startswith("<answer>") for i in r["refused"])]
+    rest = sum(len(row["refused"]) for row in episodes[0])
+    pages.expect("open in # of # episodes", len(still_open), len(episodes[2]))
+    pages.expect("that of the other seed has # refused turns in all", rest)
+    pages.require("is told so, and repeats the answer", all(row["stop"] == "done" for row in still_open))
 
 
 def settings_of_runs(pages: Pages) -> None:
