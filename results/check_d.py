@@ -366,6 +366,7 @@ def paper_table(pages: Pages) -> None:
     published_rows(pages, found)
     scenarios(pages, found)
     differences(pages, found)
+    aims(pages, found)
     kinds(pages, found)
     runs(pages)
     lists_of_actions(pages)
@@ -450,6 +451,20 @@ def differences(pages: Pages, found: dict[tuple[str, str], list[Record]]) -> Non
             values += [points(d), *bootstrap(d), p]
         parts = "; ".join(f"{SCENARIOS[task]} # (# to #, p = #)" for task in tasks)
         pages.expect(f"- {title} on the same items, in points: {parts}. p is exact, after Holm.", *values)
+
+
+def aims(pages: Pages, found: dict[tuple[str, str], list[Record]]) -> None:
+    """Check the gains over base that the study aimed at. The oracle's record has the items of each depth."""
+    (oracle,) = (r for r in load("oracle") if r["task"] == "crafting")
+    easy = [f"textcraft/{item}" for depth in ("depth1", "depth2") for item in oracle["turns"][depth]]
+    for name, task, aim in (("TextCraft, depths 1 and 2", "textcraft", 60), ("BabyAI", "babyai", 35)):
+        base, *agents = (rate_of([r])[0] for r in (*found[task, "base"], *found[task, "staged"]))
+        items = easy if task == "textcraft" else list(base)
+        gains = [mean(agent[item] for agent in agents) - base[item] for item in items]
+        seeds = [100 * mean(agent[item] - base[item] for item in items) for agent in agents]
+        snippet = f"{name} # (# to #; seeds # to #; aim #)"
+        pages.expect(snippet, points(gains), *bootstrap(gains), min(seeds), max(seeds), aim)
+        pages.accept(name)
 
 
 def kinds(pages: Pages, found: dict[tuple[str, str], list[Record]]) -> None:

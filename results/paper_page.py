@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs import RANDOM
-from paper import ROWS, SCENARIOS, by_task_and_arm, kinds_table, main_table, mean_item_rates
+from paper import AIMS, ROWS, SCENARIOS, by_task_and_arm, kinds_table, main_table, mean_item_rates
 from qwen_page import BEHAVIOUR_HEADER, behaviour_by_stage, wrapped
 from qwen_studies import QWEN
 from real_sizes import signed
@@ -108,6 +108,30 @@ def difference(records: Sequence[Record], arm: str, other: str, title: str) -> l
     return [f"- {title} on the same items, in points: {'; '.join(parts)}. p is exact, after Holm."] if parts else []
 
 
+def gains_of_aims(records: Sequence[Record]) -> list[str]:
+    """Return a line with the gains over base that had an aim, on their items and by seed, if all have records."""
+    groups = by_task_and_arm(records)
+    parts = []
+    for task, (subsets, aim) in AIMS.items():
+        if (task, "staged") not in groups or (task, "base") not in groups:
+            return []
+        base = mean_item_rates(groups[task, "base"], subsets)
+
+        def over_base(
+            agents: Sequence[Record], base: dict[str, float] = base, of: Sequence[str] = subsets
+        ) -> list[float]:
+            rates = mean_item_rates(agents, of)
+            return [rates[item] - base[item] for item in sorted(base)]
+
+        gains = over_base(groups[task, "staged"])
+        low, high = mean_interval(gains)
+        seeds = [statistics.fmean(over_base([record])) for record in groups[task, "staged"]]
+        name = f"{SCENARIOS[task]}{', depths 1 and 2' if subsets else ''}"
+        gain = f"{signed(statistics.fmean(gains))} ({signed(low)} to {signed(high)}"
+        parts.append(f"{name} {gain}; seeds {signed(min(seeds))} to {signed(max(seeds))}; aim {100 * aim:+.0f})")
+    return [f"- RL, ScalingInter, less base, where a gain was aimed at: {'; '.join(parts)}."]
+
+
 def listed(names: Sequence[str]) -> str:
     """Return `A, B and C`."""
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
@@ -135,6 +159,7 @@ def texts(results: Path) -> dict[str, str]:
         return {"paper-table": "", "paper-kinds": "", "paper-runs": "", "paper-behaviour": ""}
     differences = [
         *difference(records, "staged", "base", "RL, ScalingInter, less base"),
+        *gains_of_aims(records),
         *difference(records, "SFT", "base", "SFT less base"),
         *difference(records, "staged", "SFT", "RL, ScalingInter, less SFT"),
         *difference(records, "base", RANDOM, "Base less random play"),
