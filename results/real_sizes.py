@@ -1,149 +1,118 @@
-"""Claim C with real models before RL: comparisons, picture, and the text that results/pages.py puts into pages.
+"""Claim C with real models: comparisons before RL, picture, and the text that results/pages.py puts into pages.
 
-Episodes are played once, under the most turns; fewer turns are their beginnings. The endings of episodes come from
-`<job>.actions.jsonl.xz` beside a record.
+results/after_rl.py has the comparisons and the sentences after RL.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import after_rl
 from behaviour import Row, read_rows
 from figures import draw_legend, draw_turns, label_y_in_percent, new_figure, set_title, share_y_limits
 from jobs import RANDOM
 from qwen_page import number_word, wrapped
-from records import Record, evaluations_of, item_rates, read_records, success_at, turns_of
+from records import Record, evaluations_of, item_rates, read_records, runs_of, turns_of
 from tables import holm
+from turn_limits import (
+    FEW,
+    LARGE,
+    MANY,
+    MODELS,
+    NAMES,
+    SMALL,
+    SOME,
+    TASKS,
+    TRIES,
+    TURNS_A_TRY,
+    Comparison,
+    RealSizes,
+    after,
+    behaviour,
+    ended,
+    less,
+    per_episode,
+    rates,
+    refused,
+    signed,
+    solved_within,
+    success,
+    without_context_limit,
+)
 
-from agentgym_rl.evaluation.statistics import mean_interval, sign_flip_test
 from agentgym_rl.run.plots import INK
 
 STUDY, AGAIN = "qwen-interaction", "qwen-babyai"
 """The study, and the one with a second evaluation of the largest model."""
-TASKS = ("babyai", "textcraft")
-MODELS = {"135M": "SmolLM2-135M", "0.5B": "Qwen2.5-Coder-0.5B", "1.5B": "Qwen2.5-Coder-1.5B"}
-"""Models by size. The comparisons are of the last two, which are of one family."""
-SMALL, LARGE = "0.5B", "1.5B"
-FEW, SOME, MANY = 4, 16, 32
-"""Limits of turns that are compared."""
-TRIES, TURNS_A_TRY = 4, 8
-"""Tries with as many turns in all as one long episode."""
 PICTURE = "evidence-sizes.png"
 COLOURS = {"135M": "#94a3b8", "0.5B": "#2563eb", "1.5B": "#0f766e"}
-NAMES = {"babyai": "BabyAI", "textcraft": "TextCraft"}
-
-
-@dataclass(frozen=True)
-class RealSizes:
-    """Evaluations of untrained models and of random play under several limits of turns."""
-
-    agents: dict[tuple[str, str], Record]
-    """Record by task and size, or `random play`."""
-    episodes: dict[tuple[str, str], list[Row]]
-    """Actions and endings of the same episodes."""
-    again: Record | None
-    """A second evaluation of the largest model on BabyAI."""
-
-
-def signed(share: float) -> str:
-    """Return a difference of shares in points, with a sign."""
-    return f"{100 * share:+.1f}".replace("-", "−")
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """A difference on the same items."""
-
-    task: str
-    name: str
-    differences: list[float]
-    """One an item."""
-
-    @property
-    def p(self) -> float:
-        return sign_flip_test(self.differences)
-
-    @property
-    def points(self) -> str:
-        return signed(statistics.fmean(self.differences))
-
-    @property
-    def with_interval(self) -> str:
-        low, high = mean_interval(self.differences)
-        return f"{self.points} ({signed(low)} to {signed(high)})"
+ENDINGS = {
+    "done": ("#0f766e", "solved"),
+    "max_turns": ("#cbd2d9", "turns used up"),
+    "max_context": ("#a16207", "no context left"),
+    "length": ("#c2410c", "reply cut"),
+}
+"""Colour and label of the ways in which an episode ends."""
 
 
 def read(results: Path) -> RealSizes | None:
     """Return the records, or nothing as long as one of an untrained model is missing."""
-    agents: dict[tuple[str, str], Record] = {}
-    for record in evaluations_of(read_records(results, STUDY)):
-        size = record["arm"].removeprefix("base ")
-        if size in (RANDOM, *MODELS):
-            agents[record["task"], size] = record
+    agents: dict[tuple[str, str], list[Record]] = {}
+    records = read_records(results, STUDY)
+    for record in evaluations_of(records):
+        kind, _, size = record["arm"].partition(" ")
+        if record["arm"] == RANDOM:
+            agents.setdefault((record["task"], RANDOM), []).append(record)
+        elif kind in ("base", "staged") and size in MODELS:
+            agents.setdefault((record["task"], size if kind == "base" else after(size)), []).append(record)
     if any((task, size) not in agents for task in TASKS for size in (RANDOM, *MODELS)):
         return None
     episodes = {
-        key: list(read_rows(results / STUDY / f"{record['job']}.actions.jsonl.xz")) for key, record in agents.items()
+        key: [row for r in seeds for row in read_rows(results / STUDY / f"{r['job']}.actions.jsonl.xz")]
+        for key, seeds in agents.items()
     }
     again = [r for r in evaluations_of(read_records(results, AGAIN)) if r["arm"] == "base"]
-    return RealSizes(agents, episodes, again[0] if again else None)
+    runs = {record["job"]: record for record in runs_of(records)}
+    suite = {task: read_suite(results, task) for task in TASKS if (task, after(LARGE)) in agents}
+    return RealSizes(agents, episodes, again[0] if again else None, runs, {t: s for t, s in suite.items() if s[1]})
 
 
-def success(model: RealSizes, task: str, size: str, turns: int, tries: int = 1) -> float:
-    """Return success in percent."""
-    return 100 * success_at(model.agents[task, size], turns, tries)
-
-
-def ended(rows: Sequence[Row], stop: str, turns: int) -> float:
-    """Return the percentage of episodes that ended so after at most so many turns."""
-    return 100 * statistics.fmean(row["stop"] == stop and len(row["actions"]) <= turns for row in rows)
-
-
-def refused(rows: Sequence[Row]) -> float:
-    """Return the percentage of turns that the environment refused."""
-    return 100 * sum(len(row["refused"]) for row in rows) / sum(len(row["actions"]) for row in rows)
-
-
-def solved_within(rows: Sequence[Row], turns: int) -> dict[str, float]:
-    """Return each item's success within any number of turns. A reward of 1 ends an episode of these environments."""
-    samples: dict[str, list[bool]] = {}
-    for row in rows:
-        samples.setdefault(row["item"], []).append(sum(row["rewards"]) > 0 and len(row["actions"]) <= turns)
-    return {item: statistics.fmean(values) for item, values in samples.items()}
-
-
-def less(first: dict[str, float], second: dict[str, float]) -> list[float]:
-    return [first[item] - second[item] for item in sorted(first)]
+def read_suite(results: Path, task: str) -> tuple[int, dict[int, list[Row]]]:
+    """Return the limit of turns of the paper's table and its episodes after RL by seed."""
+    folder = results / f"qwen-{task}"
+    records = [r for r in evaluations_of(read_records(results, folder.name)) if r["arm"] == "staged"]
+    files = {record["seed"]: folder / f"{record['job']}.actions.jsonl.xz" for record in records}
+    turns = max((max(turns_of(record)) for record in records), default=0)
+    return turns, {seed: list(read_rows(path)) for seed, path in sorted(files.items()) if path.exists()}
 
 
 def comparisons(model: RealSizes) -> list[Comparison]:
-    """Return the comparisons of the details page. Holm's correction is over all of them."""
+    """Return the comparisons before RL. Holm's correction is over all of them."""
     return [comparison for task in TASKS for comparison in _of_task(model, task)]
 
 
 def _of_task(model: RealSizes, task: str) -> Iterator[Comparison]:
-    def rates(size: str, turns: int, tries: int = 1) -> dict[str, float]:
-        return item_rates(model.agents[task, size], turns, tries)
+    def of_agent(size: str, turns: int, tries: int = 1) -> dict[str, float]:
+        return rates(model, task, size, turns, tries)
 
     for many in (MANY, SOME):
-        own = less(rates(RANDOM, many), rates(RANDOM, FEW))
+        own = less(of_agent(RANDOM, many), of_agent(RANDOM, FEW))
         for size in (SMALL, LARGE):
-            gain = less(rates(size, many), rates(size, FEW))
+            gain = less(of_agent(size, many), of_agent(size, FEW))
             over = [a - b for a, b in zip(gain, own, strict=True)]
             yield Comparison(task, f"{size}: from {FEW} to {many} turns, less random play's gain", over)
     for turns in (FEW, SOME, MANY):
         name = f"from {SMALL} to {LARGE} under {turns} turns"
-        yield Comparison(task, name, less(rates(LARGE, turns), rates(SMALL, turns)))
+        yield Comparison(task, name, less(of_agent(LARGE, turns), of_agent(SMALL, turns)))
     for turns in (FEW, TURNS_A_TRY):
         name = f"{SMALL} under {MANY} turns less {LARGE} under {turns}"
-        yield Comparison(task, name, less(rates(SMALL, MANY), rates(LARGE, turns)))
+        yield Comparison(task, name, less(of_agent(SMALL, MANY), of_agent(LARGE, turns)))
     for size in (SMALL, LARGE):
         name = f"{size}: best of {TRIES} tries of {TURNS_A_TRY} turns less one of {MANY}"
-        yield Comparison(task, name, less(rates(size, TURNS_A_TRY, TRIES), rates(size, MANY)))
+        yield Comparison(task, name, less(of_agent(size, TURNS_A_TRY, TRIES), of_agent(size, MANY)))
 
 
 def by_name(model: RealSizes) -> dict[tuple[str, str], tuple[Comparison, float]]:
@@ -153,32 +122,25 @@ def by_name(model: RealSizes) -> dict[tuple[str, str], tuple[Comparison, float]]
     return {(c.task, c.name): (c, p) for c, p in zip(found, adjusted, strict=True)}
 
 
-def per_episode(model: RealSizes, size: str, turns: int, name: str, task: str = "babyai") -> float:
-    """Return the tokens of an episode: `sampled_tokens` or `prompt_tokens`."""
-    (result,) = (r for r in model.agents[task, size]["results"] if r["max_turns"] == turns)
-    (cell,) = result["scenarios"].values()
-    return float(cell[name])
-
-
 def table(model: RealSizes) -> list[str]:
     """Return the table of the evidence page."""
-    compared = by_name(model)
+    compared = by_name(model) | after_rl.by_name(model)
     lines = [
-        f"| agent, before RL | {FEW} turns | {SOME} | {MANY} | from {FEW} to {MANY}, less random play's gain "
-        "(95% interval) | p, Holm | no context left | reply cut |",
+        f"| agent | {FEW} turns | {SOME} | {MANY} | from {FEW} to {MANY}, less random play's gain (95% interval) "
+        "| p, Holm | no context left | reply cut |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for task in TASKS:
-        for size, title in {RANDOM: RANDOM, **MODELS}.items():
-            rates = " | ".join(f"{success(model, task, size, turns):.1f}%" for turns in (FEW, SOME, MANY))
+        for agent, title in model.agents_of(task).items():
+            cells = " | ".join(f"{success(model, task, agent, turns):.1f}%" for turns in (FEW, SOME, MANY))
             gain, endings = " | ", " | "
-            if (task, key := f"{size}: from {FEW} to {MANY} turns, less random play's gain") in compared:
-                comparison, p = compared[task, key]
-                gain = f"{comparison.with_interval} | {p:.2g}"
-            if size != RANDOM:
-                rows = model.episodes[task, size]
+            name = f"{agent}: from {FEW} to {MANY} turns, less random play's gain"
+            if (row := compared.get((task, name))) is not None:
+                gain = f"{row[0].with_interval} | {row[1]:.2g}"
+            if agent != RANDOM:
+                rows = model.episodes[task, agent]
                 endings = f"{ended(rows, 'max_context', MANY):.0f}% | {ended(rows, 'length', MANY):.0f}%"
-            lines.append(f"| {NAMES[task]}: {title} | {rates} | {gain} | {endings} |")
+            lines.append(f"| {NAMES[task]}: {title} | {cells} | {gain} | {endings} |")
     return lines
 
 
@@ -191,25 +153,30 @@ def verdict(model: RealSizes) -> str:
     return (
         f"**Not shown before RL.** From {FEW} to {MANY} turns on BabyAI the untrained {SMALL} model gains "
         f"{gains[SMALL]:.1f} points and the {LARGE} model {gains[LARGE]:.1f}; random play gains {chance:.1f}. On "
-        f"TextCraft no model is above {best:.1f}%. The same after RL is not measured."
+        f"TextCraft no model is above {best:.1f}%. {after_rl.verdict(model, after_rl.by_name(model))}"
     )
 
 
 def caption(model: RealSizes) -> str:
-    config = model.agents["babyai", LARGE]["config"]
-    items = len(next(iter(model.agents["babyai", LARGE]["outcomes"].values())))
+    (config, *_) = (record["config"] for record in model.agents["babyai", LARGE])
+    items = [len(rates(model, task, LARGE, MANY)) for task in TASKS]
     context = max(task["max_context"] for task in config["tasks"])
+    trained = len(after_rl.comparisons(model))
+    families = f"{len(comparisons(model))} comparisons before RL"
+    if trained:
+        families += f" and, apart from them, over all {trained} after RL, chosen after the records were seen"
     return (
-        f"*BabyAI, untrained models, one evaluation each: {items} items, {number_word(config['samples'])} samples. "
-        f"Right: a reply ends at {config['max_new_tokens']} tokens, an episode at {context:,}. The table has the "
-        f"endings under {MANY} turns, and p over all {len(comparisons(model))} comparisons of the "
-        "[details](evidence-details.md#c-real-models-before-rl).*"
+        f"*One evaluation each: {items[0]} items of BabyAI, {items[1]} of TextCraft, {number_word(config['samples'])} "
+        f"samples. Dashed: before RL. Right: how episodes under {MANY} turns end; a reply ends at "
+        f"{config['max_new_tokens']} tokens, an episode at {context:,}. p is over all {families} "
+        "([details](evidence-details.md#c-real-models-before-and-after-rl)).*"
     )
 
 
 def facts(model: RealSizes) -> list[str]:
     """Return the list below the table."""
-    return [*sizes_and_turns(model), *tries_against_turns(model), *endings(model)]
+    before = [*sizes_and_turns(model), *tries_against_turns(model), *endings(model)]
+    return [*before, *after_rl.facts(model, after_rl.by_name(model))]
 
 
 def sizes_and_turns(model: RealSizes) -> list[str]:
@@ -225,7 +192,7 @@ def sizes_and_turns(model: RealSizes) -> list[str]:
         lead = Comparison("babyai", "lead", less(second, small))
         again = (
             f" But a second evaluation of the {LARGE} model lowers its lead under {turns} turns from "
-            f"{Comparison('babyai', 'lead', less(first, small)).points} to {lead.points} (p = {lead.p:.2g})."
+            f"{signed(statistics.fmean(less(first, small)))} to {lead.points} (p = {lead.p:.2g})."
         )
     return [
         f"- **Size shows with more turns, if at all**: on BabyAI success changes from {SMALL} to {LARGE} by "
@@ -273,11 +240,11 @@ def endings(model: RealSizes) -> list[str]:
 
 def turns_table(model: RealSizes) -> list[str]:
     """Return success under every limit of turns."""
-    turns = turns_of(model.agents["babyai", LARGE])
+    turns = turns_of(model.agents["babyai", LARGE][0])
     lines = [f"| success under | {turns[0]} turns | {' | '.join(map(str, turns[1:]))} |", "|---|" + "---|" * len(turns)]
     for task in TASKS:
-        for size, title in {RANDOM: RANDOM, **MODELS}.items():
-            cells = (f"{success(model, task, size, t):.1f}%" for t in turns)
+        for agent, title in model.agents_of(task).items():
+            cells = (f"{success(model, task, agent, t):.1f}%" for t in turns)
             lines.append(f"| {NAMES[task]}: {title} | {' | '.join(cells)} |")
     return lines
 
@@ -288,12 +255,13 @@ def tries_table(model: RealSizes) -> list[str]:
     heads = " | ".join(f"{tries} of {turns} turns" for turns, tries in splits)
     lines = [f"| best of several tries: success, sampled tokens | {heads} |", "|---|" + "---|" * len(splits)]
     for task in TASKS:
-        for size in (RANDOM, SMALL, LARGE):
+        for agent, title in model.agents_of(task).items():
+            if agent == "135M":
+                continue
             cells = []
             for turns, tries in splits:
-                spent = 0.0 if size == RANDOM else tries * per_episode(model, size, turns, "sampled_tokens", task)
-                cells.append(f"{success(model, task, size, turns, tries):.1f}%, {spent:,.0f}")
-            title = MODELS.get(size, RANDOM)
+                spent = 0.0 if agent == RANDOM else tries * per_episode(model, agent, turns, "sampled_tokens", task)
+                cells.append(f"{success(model, task, agent, turns, tries):.1f}%, {spent:,.0f}")
             lines.append(f"| {NAMES[task]}: {title} | {' | '.join(cells)} |")
     return lines
 
@@ -328,26 +296,10 @@ def repeated(model: RealSizes) -> list[str]:
     ]
 
 
-def without_context_limit(rows: Sequence[Row]) -> float:
-    """Return the Kaplan-Meier estimate of success within MANY turns in percent, if only context is lifted.
-
-    An episode that ran out of context counts as long as it lasted. One that ended in another way stays unsolved.
-    """
-    unsolved = 1.0
-    for turn in range(1, MANY + 1):
-        solved = sum(len(row["actions"]) == turn and sum(row["rewards"]) > 0 for row in rows)
-        before = sum(len(row["actions"]) < turn and sum(row["rewards"]) > 0 for row in rows)
-        gone = sum(len(row["actions"]) < turn and row["stop"] == "max_context" for row in rows)
-        if solved:
-            unsolved *= 1 - solved / (len(rows) - before - gone)
-    return 100 * (1 - unsolved)
-
-
 def details(model: RealSizes) -> list[str]:
     """Return the list of the details page."""
     loops, rejected = (
-        [100 * model.agents["babyai", size]["behaviour"][name] for size in (SMALL, LARGE, RANDOM)]
-        for name in ("loops", "refused")
+        [behaviour(model, "babyai", size, name) for size in (SMALL, LARGE, RANDOM)] for name in ("loops", "refused")
     )
     sampled, read_again = (
         [TRIES * per_episode(model, s, TURNS_A_TRY, name) / per_episode(model, s, MANY, name) for s in (SMALL, LARGE)]
@@ -372,42 +324,50 @@ def texts(model: RealSizes | None) -> dict[str, str]:
     """Return the generated parts of docs/results by name."""
     if model is None:
         return {"sizes": "", "sizes-details": ""}
-    alternative = "Success of untrained models against turns; episodes without context or with a cut reply"
+    alternative = "Success against turns on BabyAI and TextCraft before and after RL; how long episodes end"
     picture = f"![{alternative}](../images/{PICTURE})"
     claim = [verdict(model), "", picture, "", caption(model), "", *table(model), "", *facts(model)]
-    more = [*turns_table(model), "", *comparisons_table(model), "", *tries_table(model), "", *details(model)]
+    trained = after_rl.by_name(model)
+    families = [*comparisons_table(model), "", *after_rl.introduction(model), *after_rl.comparisons_table(trained)]
+    items = [*details(model), *after_rl.details(model)]
+    more = [*turns_table(model), "", *families, *tries_table(model), "", *items]
     return {"sizes": "\n".join(map(wrapped, claim)), "sizes-details": "\n".join(map(wrapped, more))}
 
 
 def draw(model: RealSizes | None, path: Path) -> bool:
-    """Draw success and endings on BabyAI against turns. Return whether there are records."""
+    """Draw success against turns on both tasks, and how episodes end. Return whether there are records."""
     if model is None:
         return False
-    figure, grid = new_figure(1, 2, 9.6, 3.9)
-    by_turns, endings = grid[0]
-    records = [record for (task, _), record in model.agents.items() if task == "babyai"]
-    draw_turns(by_turns, records, (("base", "-"),), COLOURS)
-    set_title(by_turns, "BabyAI before RL: success against turns")
-    label_y_in_percent(by_turns, "success")
-    draw_endings(endings, model)
-    share_y_limits([by_turns])
-    draw_legend(by_turns, 2)
-    draw_legend(endings, 2)
+    figure, grid = new_figure(1, 3, 14.5, 4.2)
+    panels = grid[0][: len(TASKS)]
+    for axes, task in zip(panels, TASKS, strict=True):
+        records = [record for (of, _), seeds in model.agents.items() if of == task for record in seeds]
+        draw_turns(axes, records, (("base", "--"), ("staged", "-")), COLOURS)
+        set_title(axes, f"{NAMES[task]}: success against turns")
+        label_y_in_percent(axes, "success")
+        draw_legend(axes, 3)
+    share_y_limits(panels)
+    draw_endings(grid[0][-1], model)
     figure.savefig(path)
     return True
 
 
 def draw_endings(axes: Any, model: RealSizes) -> None:
-    """Draw the share of episodes without context left, and of those that ended in a cut reply, by turn."""
-    turns = range(1, MANY + 1)
-    for size, colour in COLOURS.items():
-        rows = model.episodes["babyai", size]
-        for stop, style, text in (("max_context", "-", "no context left"), ("length", "--", "reply cut")):
-            shares = [ended(rows, stop, t) / 100 for t in turns]
-            axes.plot(turns, shares, style, color=colour, label=f"{size}, {text}")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks([1, 2, 4, 8, 16, 32], ["1", "2", "4", "8", "16", "32"])
-    axes.set_xlabel("after so many turns", fontsize=9, color=INK)
-    axes.set_ylim(0, 1.04)
-    label_y_in_percent(axes, "episodes that ended so")
-    set_title(axes, "episodes that ended without a result")
+    """Draw how the episodes under MANY turns end: a bar for each model, from the top down by task."""
+    bars = [(task, agent) for task in TASKS for agent in model.agents_of(task) if agent != RANDOM]
+    heights = [-place - 0.6 * TASKS.index(task) for place, (task, _) in enumerate(bars)]
+    left = [0.0] * len(bars)
+    for stop, (colour, label) in ENDINGS.items():
+        shares = [
+            (success(model, *bar, MANY) if stop == "done" else ended(model.episodes[bar], stop, MANY)) / 100
+            for bar in bars
+        ]
+        axes.barh(heights, shares, 0.75, left=left, color=colour, label=label)
+        left = [start + share for start, share in zip(left, shares, strict=True)]
+    axes.set_yticks(heights, [f"{NAMES[task]}, {agent}" for task, agent in bars])
+    axes.set_xlim(0, 1)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f}%")
+    axes.set_xlabel("share of episodes", fontsize=9, color=INK)
+    axes.grid(axis="y", visible=False)
+    set_title(axes, f"how episodes under {MANY} turns end")
+    draw_legend(axes, len(ENDINGS))

@@ -17,6 +17,7 @@ import check  # noqa: E402
 import check_a  # noqa: E402
 import check_c  # noqa: E402
 import check_d  # noqa: E402
+import check_turns  # noqa: E402
 import oracle  # noqa: E402
 import page_numbers  # noqa: E402
 import pages as generated_pages  # noqa: E402
@@ -56,7 +57,8 @@ def write_seeds(folder: Path, count: int) -> Path:
 
 
 def test_the_check_uses_the_standard_library_only() -> None:
-    own = {"check", "check_a", "check_b", "check_c", "check_collapse", "check_d", "check_transfer", "page_numbers"}
+    own = {"check", "check_a", "check_b", "check_c", "check_collapse", "check_d", "check_transfer", "check_turns"}
+    own |= {"page_numbers"}
     for name in own:
         tree = ast.parse((ROOT / f"results/{name}.py").read_text())
         imported = {a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}
@@ -99,6 +101,29 @@ def test_a_changed_number_of_untrained_models_is_found(page: str, right: str, wr
     pages = page_numbers.Pages(texts | {page: texts[page].replace(right, wrong)})
     check_d.real_sizes(pages)
     check_d.paper_table(pages)
+    assert len(pages.failures) == 1
+
+
+@pytest.mark.parametrize(
+    ("page", "right", "wrong"),
+    [
+        (EVIDENCE, "1.5B after RL | 51.7% |", "1.5B after RL | 51.8% |"),
+        (EVIDENCE, "points and random play 38.2", "points and random play 38.4"),
+        (EVIDENCE, "these are 55% (92%)", "these are 55% (93%)"),
+        (
+            DETAILS,
+            "1.5B after RL: 4 turns less 32 before RL | +22.8",
+            "1.5B after RL: 4 turns less 32 before RL | +22.7",
+        ),
+        (DETAILS, "about 69.9% (Kaplan–Meier", "about 69.8% (Kaplan–Meier"),
+        (DETAILS, "10, 20, 30 turns, seed 0)", "10, 20, 30 turns, seed 1)"),
+    ],
+)
+def test_a_changed_number_of_trained_models_is_found(page: str, right: str, wrong: str) -> None:
+    texts = page_numbers.read_pages()
+    assert right in texts[page]
+    pages = page_numbers.Pages(texts | {page: texts[page].replace(right, wrong)})
+    check_turns.turns_after_rl(pages)
     assert len(pages.failures) == 1
 
 

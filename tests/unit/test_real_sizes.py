@@ -1,4 +1,4 @@
-"""Claim C with real models before RL and the paper's table, from made-up records: gains, endings, missing parts."""
+"""Claim C with real models and the paper's table, from made-up records: gains, endings, missing parts."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "results"))
+import after_rl  # noqa: E402
 import check_d  # noqa: E402
 import paper_page  # noqa: E402
 import real_sizes  # noqa: E402
@@ -27,13 +28,15 @@ def episode(item: int, solved_at: int = 0, stop: str = "max_turns", turns: int =
     return {**fields, "rewards": rewards, "stop": "done" if solved_at else stop}
 
 
-def write_agent(folder: Path, task: str, arm: str, rows: list[dict[str, Any]]) -> None:
-    outcomes = {str(t): {r["item"]: _outcome(r, t) * 4 for r in rows} for t in TURNS}
+def write_agent(
+    folder: Path, task: str, arm: str, rows: list[dict[str, Any]], seed: int = 0, turns: tuple[int, ...] = TURNS
+) -> None:
+    outcomes = {str(t): {r["item"]: _outcome(r, t) * 4 for r in rows} for t in turns}
     cell = {"sampled_tokens": 10.0, "prompt_tokens": 20.0}
-    results = [{"max_turns": t, "scenarios": {"X": cell}} for t in TURNS]
-    config = {"samples": 4, "max_new_tokens": 128, "tasks": [{"max_context": 4096}]}
-    job = f"turns-{task}-{arm.replace(' ', '-')}"
-    record = {"job": job, "arm": arm, "task": task, "seed": 0, "outcomes": outcomes, "results": results}
+    results = [{"max_turns": t, "scenarios": {"X": cell}} for t in turns]
+    config = {"agent": {"run": f"{task}-{seed}"}, "samples": 4, "max_new_tokens": 128, "tasks": [{"max_context": 4096}]}
+    job = f"turns-{task}-{arm.replace(' ', '-')}-{seed}"
+    record = {"job": job, "arm": arm, "task": task, "seed": seed, "outcomes": outcomes, "results": results}
     record |= {"config": config, "behaviour": {"loops": 0.5, "refused": 0.25}}
     (folder / f"{job}.json").write_text(json.dumps(record))
     lines = "".join(json.dumps(row) + "\n" for row in rows)
@@ -67,7 +70,7 @@ def test_the_gain_from_turns_is_less_random_plays_own(results: Path) -> None:
     assert gain.p <= p <= 1
     text = " ".join(real_sizes.texts(model)["sizes"].split())
     assert "the untrained 0.5B model gains 0.0 points and the 1.5B model 20.0; random play gains 80.0" in text
-    assert f"p over all {len(compared)} comparisons" in text
+    assert f"p is over all {len(compared)} comparisons before RL (" in text
 
 
 def test_endings_count_up_to_a_turn(results: Path) -> None:
@@ -97,9 +100,86 @@ def test_the_picture_and_the_second_evaluation_need_their_records(results: Path,
 
 
 def test_a_study_without_all_models_has_no_text(results: Path) -> None:
-    next((results / real_sizes.STUDY).glob("*base-1.5B.json")).unlink()
+    next((results / real_sizes.STUDY).glob("*base-1.5B-0.json")).unlink()
     assert real_sizes.read(results) is None
     assert real_sizes.texts(None) == {"sizes": "", "sizes-details": ""}
+
+
+def solved_in(turns: dict[int, int]) -> list[dict[str, Any]]:
+    """Return ten episodes, of which each item in `turns` is solved in so many turns."""
+    return [episode(n, solved_at=turns.get(n, 0)) for n in range(10)]
+
+
+def plain(model: real_sizes.RealSizes, part: str = "sizes") -> str:
+    return " ".join(real_sizes.texts(model)[part].split())
+
+
+def test_without_trained_agents_the_text_says_that_they_are_not_measured(results: Path) -> None:
+    model = real_sizes.read(results)
+    assert model is not None
+    assert after_rl.comparisons(model) == []
+    assert "The same after RL is not measured." in plain(model)
+    assert "after RL |" not in plain(model) + plain(model, "sizes-details")
+
+
+def test_trained_agents_have_rows_and_comparisons_of_their_own(results: Path, tmp_path: Path) -> None:
+    before = real_sizes.read(results)
+    assert before is not None
+    untrained = {key: (c.points, p) for key, (c, p) in real_sizes.by_name(before).items()}
+    for task in real_sizes.TASKS:
+        write_agent(results / real_sizes.STUDY, task, "staged 1.5B", solved_in({0: 2, 1: 4, 2: 6, 3: 20, 4: 20}))
+    model = real_sizes.read(results)
+    assert model is not None
+    assert {key: (c.points, p) for key, (c, p) in real_sizes.by_name(model).items()} == untrained
+    compared = after_rl.by_name(model)
+    gain, p = compared["babyai", "1.5B after RL: from 4 to 32 turns, less random play's gain"]
+    assert gain.points == "−50.0", "three of ten items less eight of random play"
+    assert gain.p <= p
+    text = plain(model)
+    assert "| BabyAI: Qwen2.5-Coder-1.5B after RL | 20.0% | 30.0% | 50.0% |" in text
+    assert "**Not shown after RL, either.** On BabyAI the trained 1.5B model gains 30.0 points" in text
+    assert f"apart from them, over all {len(compared)} after RL" in text
+    assert "**After RL only the 1.5B model was evaluated, one seed a task**" in text
+    assert "1.5B after RL: best of 4 tries of 8 turns less one of 32 | −20.0" in plain(model, "sizes-details")
+    assert real_sizes.draw(model, tmp_path / "sizes.png")
+
+
+def test_a_gain_above_random_plays_is_shown(results: Path) -> None:
+    study = results / real_sizes.STUDY
+    for task in real_sizes.TASKS:
+        write_agent(study, task, "random play", solved_in({}))
+        write_agent(study, task, "staged 1.5B", solved_in(dict.fromkeys(range(10), 20)))
+    model = real_sizes.read(results)
+    assert model is not None
+    assert "**After RL it is shown on BabyAI and TextCraft.**" in plain(model)
+
+
+def test_more_seeds_are_averaged_and_more_sizes_named(results: Path) -> None:
+    study = results / real_sizes.STUDY
+    write_agent(study, "babyai", "staged 1.5B", solved_in({0: 2, 1: 20}), seed=0)
+    write_agent(study, "babyai", "staged 1.5B", solved_in({0: 2, 1: 20, 2: 20}), seed=1)
+    write_agent(study, "textcraft", "staged 0.5B", solved_in({0: 2}))
+    model = real_sizes.read(results)
+    assert model is not None
+    assert real_sizes.success(model, "babyai", "1.5B after RL", 32) == pytest.approx(25)
+    text = plain(model)
+    assert "**Evaluated after RL: 0.5B and 1.5B.**" in text
+    assert "On TextCraft the trained 0.5B model gains 0.0 points" in text
+    assert "| TextCraft: Qwen2.5-Coder-0.5B after RL | 10.0% |" in text
+
+
+def test_seeds_of_the_papers_table_stand_beside_the_agent(results: Path) -> None:
+    write_agent(results / real_sizes.STUDY, "babyai", "staged 1.5B", solved_in({0: 2, 1: 20}), seed=1)
+    suite = results / "qwen-babyai"
+    suite.mkdir()
+    write_agent(suite, "babyai", "staged", solved_in({0: 2, 1: 20, 2: 20}), seed=0, turns=(20,))
+    write_agent(suite, "babyai", "staged", solved_in({0: 2, 1: 20}), seed=1, turns=(20,))
+    model = real_sizes.read(results)
+    assert model is not None
+    comparison, _ = after_rl.by_name(model)["babyai", "all 2 seeds: from 4 to 20 turns, less random play's gain"]
+    assert comparison.points == "−65.0"
+    assert "by seed −60.0 and −70.0. The agents of this section are the seeds that gain least." in plain(model)
+    assert "20.0% and 20.0% on BabyAI under 20 turns (p = 1)" in plain(model, "sizes-details")
 
 
 def suite_record(arm: str, task: str, success: str) -> dict[str, Any]:

@@ -1,0 +1,372 @@
+"""Checks of real models after RL under several limits of turns (claim C) for results/check.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from check_a import points
+from check_d import (
+    CHANCE,
+    MODELS,
+    TASKS,
+    TURNS,
+    Compared,
+    Lines,
+    cell,
+    cut,
+    less,
+    refusals,
+    repeats,
+    solved_within,
+    without_context,
+)
+from page_numbers import (
+    Pages,
+    Rates,
+    Record,
+    Value,
+    best_of_by_item,
+    bootstrap,
+    holm,
+    item_rates,
+    load,
+    load_lines,
+    mean,
+    sign_flips,
+)
+
+STUDY = "qwen-interaction"
+SPLITS = ((8, 4), (16, 2))
+"""Turns and number of tries that are compared with one episode of 32 turns."""
+WORDS = ("no", "one", "two", "three", "four")
+
+
+@dataclass(frozen=True)
+class Agent:
+    """Records of an agent, one per seed, and its episodes."""
+
+    records: list[Record]
+    episodes: Lines
+
+    def rates(self, turns: int, tries: int = 1) -> Rates:
+        """Return each item's success, averaged over seeds."""
+        return by_item([best_of_by_item(record, turns, tries) for record in self.records])
+
+    def success(self, turns: int, tries: int = 1) -> float:
+        return points(self.rates(turns, tries).values())
+
+    def gain(self, many: int = 32) -> list[float]:
+        return less(self.rates(many), self.rates(4))
+
+    def cost(self, turns: int, tries: int) -> float:
+        """Return the sampled tokens of so many tries as a multiple of those of one long episode."""
+        short, long = (mean(cell(r, t, "sampled_tokens") or 0 for r in self.records) for t in (turns, 32))
+        return tries * short / long
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The largest trained model of a task, before and after RL, and random play."""
+
+    size: str
+    before: Agent
+    after: Agent
+    chance: Agent
+
+
+Suite = dict[str, tuple[int, dict[int, Lines]]]
+"""Limit of turns and episodes by seed of the agents after RL in the paper's table, by task."""
+
+
+def by_item(seeds: Sequence[Rates]) -> Rates:
+    return {item: mean(rates[item] for rates in seeds) for item in seeds[0]}
+
+
+def read_agent(task: str, arm: str) -> Agent:
+    records = [r for r in load(STUDY) if r["task"] == task and r["arm"] == arm and "outcomes" in r]
+    return Agent(records, [row for r in records for row in load_lines(STUDY, f"{r['job']}.actions")])
+
+
+def read_trained() -> dict[str, list[Trained]]:
+    """Return the trained sizes by task, from small to large."""
+    models: dict[str, list[Trained]] = {}
+    for task in TASKS:
+        chance = read_agent(task, CHANCE)
+        for size in MODELS:
+            if (after := read_agent(task, f"staged {size}")).records:
+                models.setdefault(task, []).append(Trained(size, read_agent(task, f"base {size}"), after, chance))
+    return models
+
+
+def read_suite(tasks: Iterable[str]) -> Suite:
+    suite: Suite = {}
+    for task in tasks:
+        records = [r for r in load(f"qwen-{task}") if r["arm"] == "staged" and "outcomes" in r]
+        if records:
+            (turns,) = {int(t) for r in records for t in r["outcomes"]}
+            suite[task] = turns, {r["seed"]: load_lines(f"qwen-{task}", f"{r['job']}.actions") for r in records}
+    return suite
+
+
+def joined(parts: Sequence[str], last: str = " and ") -> str:
+    return last.join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
+
+
+def turns_after_rl(pages: Pages) -> None:
+    """Check what the pages say about real models after RL."""
+    models = read_trained()
+    if not models:
+        pages.require("The same after RL is not measured.", True)
+        return
+    suite = read_suite(models)
+    shown = {task: sizes[-1] for task, sizes in models.items()}
+    same_games(pages, models)
+    compared = comparisons(pages, models, suite)
+    tables(pages, models, compared)
+    verdict(pages, shown, compared)
+    use_of_turns(pages, shown, compared)
+    tries(pages, shown, compared)
+    seeds(pages, models, suite, compared)
+    details(pages, shown, suite)
+
+
+def same_games(pages: Pages, models: dict[str, list[Trained]]) -> None:
+    """Check that agents after RL played the items of the others in the same way, and what they were trained on."""
+    runs = {r["job"]: r for r in load(STUDY) if "evaluations" in r}
+    horizons = []
+    for task, sizes in models.items():
+        for model in sizes:
+            before, after = ([r["config"] for r in a.records] for a in (model.before, model.after))
+            played = [
+                (c["samples"], c["temperature"], c["max_new_tokens"], c["tasks"], c["turns"], c["dtype"])
+                for c in (*before, *after)
+            ]
+            same = all(values == played[0] for values in played)
+            items = [set(r["outcomes"]["32"]) for a in (model.before, model.after, model.chance) for r in a.records]
+            pages.require("| after RL, on the same items |", same and all(names == items[0] for names in items))
+            agree = all(
+                by_item([solved_within(load_lines(STUDY, f"{r['job']}.actions"), t)]) == item_rates(r, t)
+                for r in model.after.records
+                for t in TURNS
+            )
+            pages.require("fewer turns are their beginnings", agree)
+        records = sizes[-1].after.records
+        names = [r["config"]["agent"]["run"] for r in records]
+        trained = [runs[name]["config"] for name in names]
+        pages.require("After RL alone under staged horizons", all(c["horizon"]["kind"] == "stepwise" for c in trained))
+        pages.require("After RL alone", all(runs[name]["method"] == "rl" for name in names))
+        pages.require("After RL alone", all("model.path={pretrained" in runs[name]["command"] for name in names))
+        (stages,) = {tuple(c["horizon"]["turns"]) for c in trained}
+        numbers = [*stages, *(r["seed"] for r in records)]
+        places = joined(["#"] * len(records))
+        horizons.append(
+            (f"{TASKS[task]}: {', '.join('#' * len(stages))} turns, seed{'s'[: len(records) - 1]} {places}", numbers)
+        )
+    text = "; ".join(text for text, _ in horizons)
+    pages.expect(f"under staged horizons ({text})", *(n for _, numbers in horizons for n in numbers))
+
+
+def comparisons(pages: Pages, models: dict[str, list[Trained]], suite: Suite) -> Compared:
+    """Check the table of comparisons after RL and return them."""
+    differences: dict[str, tuple[list[float], int]] = {}
+    for task, sizes in models.items():
+        for m in sizes:
+            start, unit = f"{TASKS[task]}, {m.size} after RL:", 4 * len(m.after.records)
+            for many in (32, 16):
+                over = [a - b for a, b in zip(m.after.gain(many), m.chance.gain(many), strict=True)]
+                differences[f"{start} from 4 to {many} turns, less random play's gain"] = over, unit
+            change = [a - b for a, b in zip(m.after.gain(), m.before.gain(), strict=True)]
+            differences[f"{start} from 4 to 32 turns, less before RL"] = change, unit
+            differences[f"{start} 4 turns less 32 before RL"] = less(m.after.rates(4), m.before.rates(32)), unit
+            lead = less(m.after.rates(32), m.chance.rates(32))
+            differences[f"{start} under 32 turns, less random play"] = lead, unit
+            for turns, k in SPLITS:
+                name = f"{start} best of {k} tries of {turns} turns less one of 32"
+                differences[name] = less(m.after.rates(turns, k), m.after.rates(32)), 3 * unit
+    for task, (turns, runs) in suite.items():
+        gains = by_item([seed_gain(models[task][0].chance, rows, turns) for rows in runs.values()])
+        name = f"{TASKS[task]}, all {len(runs)} seeds: from 4 to {turns} turns, less random play's gain"
+        differences[name] = list(gains.values()), 4 * len(runs)
+    p = [sign_flips(d, unit) for d, unit in differences.values()]
+    compared = {
+        name: (d, raw, adjusted) for (name, (d, _)), raw, adjusted in zip(differences.items(), p, holm(p), strict=True)
+    }
+    for name, (d, raw, adjusted) in compared.items():
+        pages.expect(f"| {name} | # (# to #) | # | # |", points(d), *bootstrap(d), raw, adjusted)
+        pages.accept(f"| {name} |")
+    pages.expect("and, apart from them, over all # after RL, chosen after the records were seen", len(compared))
+    return compared
+
+
+def seed_gain(chance: Agent, rows: Lines, turns: int) -> Rates:
+    """Return the gain of a seed of the paper's table from 4 turns less random play's, by item."""
+    own, other = ([solved_within(lines, t) for t in (turns, 4)] for lines in (rows, chance.episodes))
+    return {item: own[0][item] - own[1][item] - (other[0][item] - other[1][item]) for item in own[0]}
+
+
+def tables(pages: Pages, models: dict[str, list[Trained]], compared: Compared) -> None:
+    """Check the rows after RL of the three tables."""
+    for task, sizes in models.items():
+        for model in sizes:
+            row, agent = f"| {TASKS[task]}: {MODELS[model.size]} after RL |", model.after
+            pages.expect(f"{row} #% | #% | #% | #% | #% |", *(agent.success(t) for t in TURNS))
+            d, _, p = compared[f"{TASKS[task]}, {model.size} after RL: from 4 to 32 turns, less random play's gain"]
+            values: list[Value] = [*(agent.success(t) for t in (4, 16, 32)), points(d), *bootstrap(d), p]
+            values += [cut(agent.episodes, stop, 32) for stop in ("max_context", "length")]
+            pages.expect(f"{row} #% | #% | #% | # (# to #) | # | #% | #% |", *values)
+            values = []
+            for turns, k in ((32, 1), (16, 2), (8, 4)):
+                spent = mean(cell(record, turns, "sampled_tokens") or 0 for record in agent.records)
+                values += [agent.success(turns, k), k * spent]
+            pages.expect(f"{row} #%, # | #%, # | #%, # |", *values)
+
+
+def verdict(pages: Pages, shown: dict[str, Trained], compared: Compared) -> None:
+    over = {
+        task: compared[f"{TASKS[task]}, {m.size} after RL: from 4 to 32 turns, less random play's gain"]
+        for task, m in shown.items()
+    }
+    holds = not any(mean(d) > 0 and p < 0.05 for d, _, p in over.values())
+    pages.require("**Not shown after RL, either.**", holds)
+    pages.require("**not shown** for real models, before or after RL |", holds)
+    for task, m in shown.items():
+        leads = [m.after.success(t) - m.chance.success(t) for t in (4, 32)]
+        d, _, p = over[task]
+        pages.expect(
+            f"On {TASKS[task]} the trained {m.size} model gains # points and random play # (difference #, p = #). It "
+            "leads random play by # points under # turns and by # under #.",
+            *(points(m.after.gain()), points(m.chance.gain()), points(d), p, leads[0], 4, leads[1], 32),
+        )
+
+
+def use_of_turns(pages: Pages, shown: dict[str, Trained], compared: Compared) -> None:
+    """Check what RL changes at equal turns and in the use of turns."""
+    jumps, slopes, numbers, changes = [], [], [4.0, 32.0], []
+    beats = []
+    for task, m in shown.items():
+        d, _, p = compared[f"{TASKS[task]}, {m.size} after RL: 4 turns less 32 before RL"]
+        jumps.append(f"# points on {TASKS[task]} (p = #)")
+        numbers += [points(d), p]
+        beats.append(mean(d) > 0 and p < 0.05)
+        d, _, p = compared[f"{TASKS[task]}, {m.size} after RL: from 4 to 32 turns, less before RL"]
+        slopes.append(f"# (# to #) on {TASKS[task]} (p = #)")
+        changes += [points(d), *bootstrap(d), p]
+    pages.expect(
+        f"**# turns after RL beat # before**, by {joined(jumps)}. RL changes the gain from # to # turns by "
+        f"{joined(slopes)}.",
+        *(*numbers, 4, 32, *changes),
+    )
+    pages.require("turns after RL beat", all(beats))
+    texts: list[str] = []
+    shares: list[Value] = []
+    for task, m in shown.items():
+        for measure in (
+            refusals,
+            repeats,
+            *(lambda rows, stop=s: cut(rows, stop, 32) for s in ("max_context", "length")),
+        ):
+            shares += [measure(a.episodes) for a in (m.after, m.before)]
+        texts.append(
+            f"on {TASKS[task]} these are #% (#%), #% (#%), #% (#%) and #% (#%)"
+            if texts
+            else f"on {TASKS[task]} the environment refuses #% (#%) of the actions, #% (#%) of the turns repeat an "
+            "action in the same state, #% (#%) of the episodes have no context left and #% (#%) end in a cut reply"
+        )
+    pages.expect(f"**How turns are used after RL** (before): {'; '.join(texts)}.", *shares)
+
+
+def tries(pages: Pages, shown: dict[str, Trained], compared: Compared) -> None:
+    """Check several tries against one long episode after RL, and tries that sample no more tokens."""
+    for turns, k in SPLITS:
+        parts, values, costs = [], [float(turns)], []
+        for task, m in shown.items():
+            _, _, p = compared[f"{TASKS[task]}, {m.size} after RL: best of {k} tries of {turns} turns less one of 32"]
+            parts.append(f"#% of {TASKS[task]} (one of #: #%, p = #)")
+            values += [m.after.success(turns, k), 32, m.after.success(32), p]
+            costs.append(m.after.cost(turns, k))
+        pages.expect(
+            f"best of {WORDS[k]} tries of # turns solves {joined(parts)}, with {joined(['#'] * len(costs))} times the "
+            "sampled tokens.",
+            *(*values, *costs),
+        )
+    ahead = [mean(less(m.after.rates(8, 4), m.after.rates(32))) > 0 for m in shown.values()]
+    pages.require("**After RL, tries of 8 turns do not beat one of 32**", not any(ahead))
+    pages.accept("**After RL, tries of 8 turns do not beat one of 32**")
+    parts, values = [], []
+    for task, m in shown.items():
+        for agent, when in ((m.before, "before RL"), (m.after, "after")):
+            k = max(k for k in range(1, 5) if agent.cost(8, k) <= 1)
+            parts.append(f"{TASKS[task]} {when}: {WORDS[k]} (# times the tokens) #%, one of # turns #%")
+            values += [agent.cost(8, k), agent.success(8, k), 32, agent.success(32)]
+    pages.expect(f"than one episode of # turns, as many of # turns as that allows. {'; '.join(parts)}.", 32, 8, *values)
+
+
+def seeds(pages: Pages, models: dict[str, list[Trained]], suite: Suite, compared: Compared) -> None:
+    """Check which agents were trained, and the seeds of the paper's table under fewer turns."""
+    sizes = sorted({m.size for trained in models.values() for m in trained})
+    alone = all(len(m.after.records) == 1 for trained in models.values() for m in trained)
+    each = ", one seed a task" if alone else ""
+    pages.require(
+        f"**After RL only the {sizes[0]} model was evaluated{each}**, so parameters cannot be compared."
+        if len(sizes) == 1
+        else f"**Evaluated after RL: {joined(sizes)}{each}.**",
+        True,
+    )
+    for text in (
+        "Real models of several sizes were compared before RL only, with one evaluation each",
+        "After RL there is one size, with one seed a task.",
+    ):
+        pages.require(text, sizes == ["1.5B"] and alone and len(MODELS) > 1)
+    parts, values, least = [], [], []
+    for task, (turns, runs) in suite.items():
+        d, _, p = compared[f"{TASKS[task]}, all {len(runs)} seeds: from 4 to {turns} turns, less random play's gain"]
+        model = models[task][-1]
+        gains = {seed: points(seed_gain(model.chance, rows, turns).values()) for seed, rows in runs.items()}
+        parts.append(f"on {TASKS[task]} from # to # turns # (# to #), p = #, by seed {joined(['#'] * len(gains))}")
+        values += [4, turns, points(d), *bootstrap(d), p, *(gains[seed] for seed in sorted(gains))]
+        least.append([r["seed"] for r in model.after.records] == [min(gains, key=gains.__getitem__)])
+    pages.expect(f"All seeds of the paper's table, gain less random play's: {'; '.join(parts)}.", *values)
+    if all(least):
+        pages.require("The agents of this section are the seeds that gain least.", True)
+
+
+def details(pages: Pages, shown: dict[str, Trained], suite: Suite) -> None:
+    """Check what is left to gain, what context costs, and the second evaluation of the same agents."""
+    parts, values = [], []
+    for task, m in shown.items():
+        shares = [100 * points(a.gain()) / (100 - a.success(4)) for a in (m.after, m.chance)]
+        parts.append(f"#% on {TASKS[task]} (random play: #%)")
+        values += shares
+    pages.expect(f"Of what # turns leave unsolved, # turns solve after RL {joined(parts)}.", 4, 32, *values)
+    context(pages, shown["babyai"])
+    evaluated_again(pages, shown, suite)
+
+
+def context(pages: Pages, babyai: Trained) -> None:
+    lost = cut(babyai.after.episodes, "max_context", 32)
+    most = babyai.after.success(32) + lost
+    pages.expect(
+        "without its limit success on BabyAI under # turns would be about #% (Kaplan–Meier, as above), and #% if every "
+        "episode that it ended succeeded. Even then the gain from # turns",
+        *(32, without_context(babyai.after.episodes), most, 4),
+    )
+    below = most - babyai.after.success(4) < points(babyai.chance.gain())
+    pages.require("Even then the gain from 4 turns would be below random play's.", below)
+
+
+def evaluated_again(pages: Pages, shown: dict[str, Trained], suite: Suite) -> None:
+    """Check the agents that this section and the paper's table share, under the latter's limit of turns."""
+    parts, values = [], []
+    for task, (turns, runs) in suite.items():
+        agent = shown[task].after
+        again = [r for r in load(f"qwen-{task}") if r["arm"] == "staged" and "outcomes" in r]
+        weights = {r["seed"]: r["config"]["agent"]["weights"] for r in again}
+        same = all(weights[r["seed"]] == r["config"]["agent"]["weights"] for r in agent.records)
+        pages.require("**The same agents after RL in two evaluations**", same)
+        here = solved_within(agent.episodes, turns)
+        there = by_item([solved_within(runs[r["seed"]], turns) for r in agent.records])
+        parts.append(f"#% and #% on {TASKS[task]} under # turns (p = #)")
+        p = sign_flips(less(here, there), 4 * len(agent.records))
+        values += [points(here.values()), points(there.values()), turns, p]
+    pages.expect(f"here and in the paper's table: {joined(parts)}.", *values)
