@@ -328,6 +328,10 @@ ROWS = {CHANCE: CHANCE, "base": "base", "SFT": "SFT on the oracle", "staged": "R
 PUBLISHED = ("Qwen2.5-3B-Instruct", "AgentGym-RL-3B", "AgentGym-RL-7B", "ScalingInter-7B")
 
 
+COPIED = r"""(click|hover|tab_focus)\s*\[\s*\d+\s*\][ \t]+([A-Za-z]+[ \t]+)?('[^'\[\]]*'|"[^"\[\]]*")"""
+"""An action that names its element as the page shows it."""
+
+
 def rate_of(records: Sequence[Record]) -> tuple[Rates, list[float]]:
     """Return each item's success over all seeds under the most turns, and its mean with the limits of its interval."""
     columns: dict[str, list[float]] = {}
@@ -379,16 +383,22 @@ def paper_table(pages: Pages) -> None:
 def in_words(pages: Pages, found: dict[tuple[str, str], list[Record]]) -> None:
     """Check the sentences below the table."""
     ends = {key: points(rate_of(records)[0].values()) for key, records in found.items()}
-    alike = [abs(ends[task, "staged"] - ends[task, "SFT"]) < 1 for task in ("textcraft", "babyai")]
-    pages.require("Imitation of the oracle gets as far as RL on TextCraft and BabyAI", all(alike))
+    rates = {key: rate_of(records)[0] for key, records in found.items()}
+    gaps = [less(rates[task, "staged"], rates[task, "SFT"]) for task in ("textcraft", "babyai")]
+    limits = [[v[0] if isinstance(v, tuple) else v for v in bootstrap(gap)] for gap in gaps]
+    shown = "No difference between RL and imitation of the oracle is shown on TextCraft and BabyAI"
+    pages.require(shown, all(low < 0 < high for low, high in limits))
+    widest = [(max(-low, high), 0.1) for low, high in limits]
+    pages.expect("(within about # and # points)", *widest)
     pages.require("In deep search RL is ahead.", ends["searchqa", "staged"] > ends["searchqa", "SFT"])
     of_arm = {
         arm: [r for t in SCENARIOS for r in load(f"qwen-{t}") if "curves" in r and r["arm"] == arm] for arm in ROWS
     }
     seconds = [r["seconds"] / 60 for r in of_arm["staged"] if r["task"] in ("textcraft", "babyai")]
-    pages.expect("in a minute instead of # to #,", min(seconds), max(seconds))
+    pages.expect("Imitation takes a minute instead of # to #,", min(seconds), max(seconds))
     pages.require(
-        "in a minute instead of", all(r["seconds"] < 60 for r in of_arm["SFT"] if r["task"] in ("textcraft", "babyai"))
+        "Imitation takes a minute",
+        all(r["seconds"] < 60 for r in of_arm["SFT"] if r["task"] in ("textcraft", "babyai")),
     )
     demonstrations = [r["rounds"][0]["expert"] for r in of_arm["SFT"]]
     pages.expect("SFT has one seed and # to # demonstrations", min(demonstrations), max(demonstrations))
@@ -397,9 +407,11 @@ def in_words(pages: Pages, found: dict[tuple[str, str], list[Record]]) -> None:
         "On the built-in sites neither base nor random play solves a task.",
         ends["webarena", "base"] == ends["webarena", CHANCE] == 0,
     )
-    actions = [a for row in load_lines("qwen-webarena", "eval-qwen-base-webarena.actions") for a in row["actions"]]
-    noted = [a for a in actions if re.fullmatch(r"(click|hover|tab_focus)\s*\[\s*\d+\s*\][^\S\n]+[^\[\]\n]+", a)]
-    pages.expect("#% of base's actions were refused for words after the element", 100 * len(noted) / len(actions))
+    episodes = load_lines("qwen-webarena", "eval-qwen-base-webarena.actions")
+    copied = [sum(bool(re.fullmatch(COPIED, a)) for a in row["actions"]) for row in episodes]
+    share = 100 * sum(copied) / sum(len(row["actions"]) for row in episodes)
+    values = (share, sum(map(bool, copied)), len(episodes))
+    pages.expect("#% of base's actions, in # of # episodes, copied the element as the page shows it", *values)
     pages.accept("(`click [13] link 'Outdoors'`)")
 
 
@@ -477,7 +489,7 @@ def kinds(pages: Pages, found: dict[tuple[str, str], list[Record]]) -> None:
 
 def runs(pages: Pages) -> None:
     """Check length and time of each run, and behaviour by stage."""
-    less_diverse, ends = [], {}
+    less_diverse, recovering, ends = [], [], {}
     for task, title in SCENARIOS.items():
         trained = [r for r in load(f"qwen-{task}") if "curves" in r]
         for run in trained:
@@ -495,8 +507,10 @@ def runs(pages: Pages) -> None:
         if staged:
             rows = behaviour_rows(pages, staged, "" if task == "textcraft" else f"{title}, ")
             less_diverse.append(rows[-1][0] <= rows[0][0])
+            recovering.append(rows[-1][-1] > rows[0][-1])
             ends[task] = (rows[0], rows[-1])
     pages.require("In none of the three scenarios", len(less_diverse) == 3 and all(less_diverse))
+    pages.require("Success after a refusal rises in all three.", all(recovering))
     settings_of_runs(pages)
     open_answers(pages)
     loops, states = ([ends[task][end][column] for end in (0, 1)] for task, column in (("babyai", 2), ("searchqa", 1)))
@@ -514,8 +528,14 @@ def open_answers(pages: Pages) -> None:
     still_open = [r for r in episodes[2] if any(r["actions"][i].startswith("<answer>") for i in r["refused"])]
     rest = sum(len(row["refused"]) for row in episodes[0])
     pages.expect("open in # of # episodes", len(still_open), len(episodes[2]))
-    pages.expect("that of the other seed has # refused turns in all", rest)
-    pages.require("is told so, and repeats the answer", all(row["stop"] == "done" for row in still_open))
+    same = [r for r in still_open if answer_of(r["actions"][-2]) == answer_of(r["actions"][-1])]
+    pages.expect("in # of them around the same answer", len(same))
+    pages.expect("That of the other seed has # refused turns in all", rest)
+    pages.require("closes it in the next turn", all(r["stop"] == "done" for r in still_open))
+
+
+def answer_of(action: str) -> str:
+    return action.split("<answer>")[-1].split("</answer>")[0].strip()
 
 
 def settings_of_runs(pages: Pages) -> None:

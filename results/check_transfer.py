@@ -35,7 +35,9 @@ def transfer(pages: Pages) -> None:
     on_babyai, base = (
         points(rate_of([r])[0].values()) for r in (moved["babyai", "textcraft"], suite["babyai", "base"])
     )
-    pages.expect("The agent of TextCraft solves #% of BabyAI, which it was not trained on (base #%)", on_babyai, base)
+    chance = points(rate_of([suite["babyai", CHANCE]])[0].values())
+    snippet = "The agent of TextCraft solves #% of BabyAI, which it was not trained on (base #%; random play #%"
+    pages.expect(snippet, on_babyai, base, chance)
     twice = [points(rate_of([r])[0].values()) for r in (moved["searchqa", "textcraft"], suite["searchqa", "base"])]
     pages.require("twice as much of deep search as base", round(twice[0] / twice[1]) == 2)
     crafted, over_chance = (gaps["textcraft", "babyai"][other] for other in ("base", CHANCE))
@@ -43,14 +45,17 @@ def transfer(pages: Pages) -> None:
         "That of BabyAI solves more of TextCraft than base, and far less than random play.",
         mean(crafted) > 0 and mean(over_chance) < -0.2,
     )
-    solved = [rate_of([moved["sciworld", trained]])[1] for trained in TRAINED]
-    pages.require("Neither solves SciWorld.", all(rate < 1 for rate, _, _ in solved))
-    fewer = [
-        refusals(lines(STUDY, moved[task, "textcraft"])) < refusals(lines(f"qwen-{task}", suite[task, "base"]))
-        for task in UNITS
-        if (task, "textcraft") in moved
-    ]
-    pages.require("the environment refuses fewer turns of the agent of TextCraft than of base in each", all(fewer))
+    over_base = [gaps["sciworld", trained]["base"] for trained in TRAINED]
+    shown = [sign_flips(gap, UNITS["sciworld"]) < 0.05 for gap in over_base]
+    pages.require("On SciWorld neither is shown to be above base.", not any(shown))
+    fewer = {
+        (task, trained): refusals(lines(f"qwen-{task}", suite[task, "base"])) - refusals(lines(STUDY, record))
+        for (task, trained), record in moved.items()
+    }
+    swapped = [fewer["babyai", "textcraft"], fewer["textcraft", "babyai"]]
+    pages.require("the environment refuses fewer turns of the agent that came from the other", min(swapped) > 10)
+    pages.require("In deep search they hardly change for TextCraft's agent", abs(fewer["searchqa", "textcraft"]) < 5)
+    pages.require("and rise for BabyAI's.", fewer["searchqa", "babyai"] < -10)
     evaluated = [r for r in load(STUDY) if "outcomes" in r]
     pages.require("One agent of each scenario, one seed each", len(moved) == len(evaluated))
 

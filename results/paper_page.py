@@ -129,7 +129,7 @@ def gains_of_aims(records: Sequence[Record]) -> list[str]:
         name = f"{SCENARIOS[task]}{', depths 1 and 2' if subsets else ''}"
         gain = f"{signed(statistics.fmean(gains))} ({signed(low)} to {signed(high)}"
         parts.append(f"{name} {gain}; seeds {signed(min(seeds))} to {signed(max(seeds))}; aim {100 * aim:+.0f})")
-    return [f"- RL, ScalingInter, less base, where a gain was aimed at: {'; '.join(parts)}."]
+    return [f"- RL, ScalingInter, less base, where an aim was set before the runs: {'; '.join(parts)}."]
 
 
 def listed(names: Sequence[str]) -> str:

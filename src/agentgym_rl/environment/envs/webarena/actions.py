@@ -158,8 +158,8 @@ def _no_argument(kind: str) -> Callable[[re.Match[str]], Action]:
 
 _Pattern = tuple[re.Pattern[str], Callable[[re.Match[str]], Action]]
 _ID = r"\s*\[?\s*([0-9]{1,6})\s*\]?"
-_ID_AND_NOTE = r"\s*\[\s*([0-9]{1,6})\s*\][^\S\n]+[^\[\]\n]+"
-"""A bracketed id and words after it, as in `click [13] link 'Outdoors'`. WebArena's own parser ignores them, too."""
+_ID_AND_NAME = _ID + r"""[ \t]+(?:[A-Za-z]+[ \t]+)?(?:'[^'\[\]]{0,300}'|"[^"\[\]]{0,300}")"""
+"""An id and the element as the page shows it: `click [13] link 'Outdoors'`. WebArena's own parser accepts it, too."""
 
 
 def _pattern(pattern: str, make: Callable[[re.Match[str]], Action]) -> tuple[_Pattern, ...]:
@@ -168,7 +168,7 @@ def _pattern(pattern: str, make: Callable[[re.Match[str]], Action]) -> tuple[_Pa
 
 _PATTERNS: dict[str, tuple[_Pattern, ...]] = {
     **{
-        kind: tuple(each for form in (_ID, _ID_AND_NOTE) for each in _pattern(kind + form, _with_element(kind)))
+        kind: tuple(each for form in (_ID, _ID_AND_NAME) for each in _pattern(kind + form, _with_element(kind)))
         for kind in ("click", "hover", "tab_focus")
     },
     **{kind: _pattern(kind + r"(?:\s*\[\s*\])?", _no_argument(kind)) for kind in ("new_tab", "close_tab", "go_back")},
