@@ -18,7 +18,7 @@ from pathlib import Path
 from check_a import real_model, smollm2, training_of_smollm2
 from check_b import deciding, far_rooms, smollm2_horizons, two_tasks, when_it_helps
 from check_c import ablations, claim_c
-from check_collapse import collapse
+from check_collapse import collapse, gradients
 from check_d import paper_table, real_sizes
 from check_transfer import transfer
 from check_turns import turns_after_rl
@@ -48,7 +48,7 @@ def settings(pages: Pages) -> None:
 CHECKS: tuple[Callable[[Pages], None], ...] = (
     *(settings, real_model, smollm2, training_of_smollm2),
     *(two_tasks, deciding, far_rooms, smollm2_horizons, when_it_helps),
-    *(claim_c, ablations, real_sizes, turns_after_rl, paper_table, transfer, collapse),
+    *(claim_c, ablations, real_sizes, turns_after_rl, paper_table, transfer, collapse, gradients),
 )
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from itertools import pairwise
 
 from check_a import points
-from page_numbers import Pages, Record, Value, bootstrap, holm, item_rates, load, mean
+from page_numbers import RESULTS, Pages, Record, Value, bootstrap, holm, item_rates, load, mean
 
 CONDITIONS = {"paper-like": "maze, paper-like", "calm": "maze, calm"}
 ARMS = ("staged", "fixed-64", "fixed-16", "too-short")
@@ -316,3 +317,64 @@ def first_fall(run: Record) -> int:
             return int(evaluation["step"])
         best, was_low = max(best, evaluation["success"]), is_low
     raise AssertionError("the run did not fall")
+
+
+Products = dict[str, list[float]]
+
+
+def gradients(pages: Pages) -> None:
+    """Check how well updates under shorter horizons agree with the gradient under the longest one."""
+    models = {path.stem: json.loads(path.read_text()) for path in sorted((RESULTS / "gradient-noise").glob("*.json"))}
+    gains = {name: gains_of(model["horizons"]) for name, model in models.items()}
+    start, calm, paper = (gains[f"fixed-64-{name}"] for name in ("calm-0-0", "calm-0-300", "paper-like-0-300"))
+    pages.require("None does:", all(gain < 2 * error for gain, error in start.values()))
+    signs = (("agree worse, by", start, -1), ("they agree better, by", calm, 1))
+    for words, of, sign in signs:
+        values = [value for turns in (16, 32) for value in (sign * of[turns][0], of[turns][1])]
+        pages.expect(f"{words} # ± # and # ± #", *values)
+    pages.require("updates under 16 and 32 turns agree worse", all(start[t][0] < -2 * start[t][1] for t in (16, 32)))
+    pages.accept("updates under 16 and 32 turns agree worse", "gradient under 64 turns more closely")
+    pages.require("no horizon differs by two standard errors", all(abs(g) < 2 * e for g, e in paper.values()))
+    pages.accept("After 300 steps of the calm condition", "After 300 paper-like steps")
+    (mazes,) = {len(model["horizons"][0]["own"]) for model in models.values()}
+    pages.expect("This is one seed, # mazes a model", mazes)
+    pages.accept("Its runs repeat seed 0 of the study")
+    why = "an update under 16 or 32 turns agrees less with the true gradient under 64 turns than one under 64"
+    pages.require(f"at the start {why}", all(start[turns][0] < 0 for turns in (16, 32)))
+    pages.require("and after 300 calm steps more", all(calm[turns][0] > 0 for turns in (16, 32)))
+    pages.accept(why, "and after 300 calm steps more")
+
+
+def gains_of(horizons: Sequence[Record]) -> dict[int, tuple[float, float]]:
+    """Return the agreement of each shorter horizon less that of the longest, with its jackknife error."""
+    longest = horizons[-1]
+    n, tokens = len(longest["own"]), 8 * longest["processed_tokens_per_group"]
+    truths = [signal for signal, *_ in moments(longest)]
+    agreements: dict[int, list[float]] = {}
+    for row in horizons:
+        groups = tokens / row["processed_tokens_per_group"]
+        parts = zip(moments(row), truths, strict=True)
+        cosines = [shared / math.sqrt(truth * (signal + noise / groups)) for (signal, noise, shared), truth in parts]
+        agreements[int(row["turns"])] = cosines
+    gains = {}
+    for turns, cosines in list(agreements.items())[:-1]:
+        gain, *without = (a - b for a, b in zip(cosines, agreements[int(longest["turns"])], strict=True))
+        center = mean(without)
+        gains[turns] = (gain, math.sqrt((n - 1) / n * math.fsum((value - center) ** 2 for value in without)))
+    return gains
+
+
+def moments(row: Record) -> list[tuple[float, float, float]]:
+    """Return signal, noise and the product with the longest horizon's gradient: of all groups, then without each."""
+    names = ("own", "with_sum", "with_longest", "with_longest_sum", "longest_with_sum")
+    groups = list(zip(*(row[name] for name in names), strict=True))
+    own, both, same, mixed = (math.fsum(row[name]) for name in names[:4])
+    sums = [(len(groups), own, both, same, mixed)]
+    for g, g_sum, g_long, g_long_sum, long_g_sum in groups:
+        less_both, less_mixed = both + g - 2 * g_sum, mixed + g_long - g_long_sum - long_g_sum
+        sums.append((len(groups) - 1, own - g, less_both, same - g_long, less_mixed))
+    found = []
+    for n, squares, total, alike, crossed in sums:
+        signal = (total - squares) / (n * (n - 1))
+        found.append((signal, squares / n - signal, (crossed - alike) / (n * (n - 1))))
+    return found

@@ -33,7 +33,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, fields
-from functools import partial
+from functools import cached_property, partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -126,7 +126,7 @@ Estimate = Callable[[int | None], float]
 """Returns an estimate from all groups (None) or without one."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Products:
     """Inner products of the gradients of n groups under one horizon, with each other and with the longest horizon's."""
 
@@ -141,9 +141,14 @@ class Products:
     longest_with_sum: list[float]
     """g'_i . G"""
 
+    @cached_property
+    def totals(self) -> tuple[float, float, float, float]:
+        """Sums over the groups of own, with_sum, with_longest and with_longest_sum."""
+        return sum(self.own), sum(self.with_sum), sum(self.with_longest), sum(self.with_longest_sum)
+
     def signal_and_noise(self, left_out: int | None = None) -> tuple[float, float]:
         """Return (signal, noise), of all groups or without one."""
-        n, total, squares = len(self.own), sum(self.with_sum), sum(self.own)
+        n, (squares, total, *_) = len(self.own), self.totals
         if left_out is not None:
             n, total = n - 1, total - 2 * self.with_sum[left_out] + self.own[left_out]
             squares -= self.own[left_out]
@@ -152,7 +157,7 @@ class Products:
 
     def shared(self, left_out: int | None = None) -> float:
         """Return the estimate of E g . E g', of all groups or without one."""
-        n, total, same = len(self.own), sum(self.with_longest_sum), sum(self.with_longest)
+        n, (*_, same, total) = len(self.own), self.totals
         if left_out is not None:
             n, same = n - 1, same - self.with_longest[left_out]
             total += self.with_longest[left_out] - self.with_longest_sum[left_out] - self.longest_with_sum[left_out]
