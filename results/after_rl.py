@@ -6,10 +6,10 @@ The comparisons were chosen after the records were seen. Holm's correction is ov
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from jobs import RANDOM
-from qwen_page import number_word
+from qwen_page import listed, number_word
 from tables import holm
 from turn_limits import (
     FEW,
@@ -103,12 +103,6 @@ def by_name(model: RealSizes) -> Compared:
 def shown_agents(model: RealSizes) -> dict[str, str]:
     """Return the largest trained size by task: the agents that the sentences are about."""
     return {task: sizes[-1] for task in TASKS if (sizes := model.trained_sizes(task))}
-
-
-def listed(parts: Iterable[str]) -> str:
-    """Return `a`, `a and b` or `a, b and c`."""
-    *first, last = parts
-    return f"{', '.join(first)} and {last}" if first else last
 
 
 def verdict(model: RealSizes, compared: Compared) -> str:

@@ -24,10 +24,10 @@ from collapse import (
 )
 from figures import draw_legend, draw_seeds, label_y_in_percent, new_figure, set_title, share_y_limits
 from qwen_page import wrapped
-from real_sizes import signed
 from records import Record, read_records, runs_of
 from studies import COLLAPSE_ARMS
 from tables import holm
+from turn_limits import signed
 
 from agentgym_rl.evaluation.statistics import mean_interval
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from jobs import RANDOM
 from paper import AIMS, ROWS, SCENARIOS, by_task_and_arm, kinds_table, main_table, mean_item_rates
-from qwen_page import BEHAVIOUR_HEADER, behaviour_by_stage, wrapped
+from qwen_page import BEHAVIOUR_HEADER, behaviour_by_stage, listed, wrapped
 from qwen_studies import QWEN
-from real_sizes import signed
 from records import Record, evaluations_of, read_records, runs_of, turns_of
 from tables import holm
+from turn_limits import signed
 
 from agentgym_rl.evaluation.statistics import mean_interval, sign_flip_test
 
@@ -130,11 +130,6 @@ def gains_of_aims(records: Sequence[Record]) -> list[str]:
         gain = f"{signed(statistics.fmean(gains))} ({signed(low)} to {signed(high)}"
         parts.append(f"{name} {gain}; seeds {signed(min(seeds))} to {signed(max(seeds))}; aim {100 * aim:+.0f})")
     return [f"- RL, ScalingInter, less base, where an aim was set before the runs: {'; '.join(parts)}."]
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return `A, B and C`."""
-    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def missing(records: Sequence[Record]) -> str:

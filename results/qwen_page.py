@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -87,6 +87,12 @@ def read(results: Path) -> RealModel:
 
 def number_word(number: int) -> str:
     return NUMBER_WORDS[number] if number < len(NUMBER_WORDS) else str(number)
+
+
+def listed(parts: Iterable[str]) -> str:
+    """Return `a`, `a and b` or `a, b and c`."""
+    *first, last = parts
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def runs_text(records: Sequence[Record]) -> str:

@@ -11,9 +11,9 @@ from jobs import RANDOM
 from paper import SCENARIOS, by_task_and_arm, generalisation_table, mean_item_rates
 from qwen_page import wrapped
 from qwen_studies import QWEN
-from real_sizes import Comparison, less, refused
 from records import Record, evaluations_of, read_records
 from tables import holm
+from turn_limits import Comparison, less, refused
 
 STUDY = "qwen-generalisation"
 TRAINED_ON = "trained on "
