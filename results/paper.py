@@ -126,6 +126,18 @@ def kinds_table(records: Sequence[Record], task: str) -> list[str]:
     return lines
 
 
+def gains_over_base(
+    trained: Sequence[Record], base: Sequence[Record], subsets: Sequence[str] = ()
+) -> tuple[list[float], list[float]]:
+    """Return the gains of trained agents over base: of each item, mean over the agents, and of each agent."""
+    before = mean_item_rates(base, subsets)
+
+    def gains(agents: Sequence[Record]) -> list[float]:
+        return [rate - before[item] for item, rate in mean_item_rates(agents, subsets).items() if item in before]
+
+    return gains(trained), [statistics.fmean(gains([agent])) for agent in trained]
+
+
 def over_base_table(records: Sequence[Record]) -> list[str]:
     """Return the gain of the staged arm over base on the same items, and whether it reaches its aim."""
     groups = by_task_and_arm(records)
@@ -134,12 +146,7 @@ def over_base_table(records: Sequence[Record]) -> list[str]:
         if (task, "staged") not in groups or (task, "base") not in groups:
             continue
         subsets, aim = AIMS.get(task, ((), 0.0))
-        trained, base = (mean_item_rates(groups[task, arm], subsets) for arm in ("staged", "base"))
-        gains = [trained[item] - base[item] for item in trained if item in base]
-        by_seed = [
-            statistics.fmean(rate - base[item] for item, rate in mean_item_rates([r], subsets).items() if item in base)
-            for r in groups[task, "staged"]
-        ]
+        gains, by_seed = gains_over_base(groups[task, "staged"], groups[task, "base"], subsets)
         reached = "reached" if statistics.fmean(gains) >= aim else "missed"
         wanted = f"{100 * aim:+.0f}: {reached}" if aim else ""
         name = f"{SCENARIOS[task]}{', ' + ' and '.join(subsets) if subsets else ''}"
@@ -282,8 +289,9 @@ def generalisation_table(transfers: Sequence[Record], others: Sequence[Record]) 
     seeds = {arm: {r["seed"] for (_, a), records in groups.items() if a == arm for r in records} for _, arm in groups}
     tasks = [task for task in QWEN if any(t == task for t, _ in groups)]
     lines = [f"| agent | {' | '.join(SCENARIOS[task] for task in tasks)} |", "|---|" + "---|" * len(tasks)]
-    agents = ["base", *(f"trained on {task}" for task in QWEN), "together"]
-    for agent in agents:
+    names = {f"trained on {task}": f"trained on {SCENARIOS[task]}" for task in QWEN}
+    names = {"base": "base", **names, "together": "together"}
+    for agent, name in names.items():
         cells = []
         for task in tasks:
             if agent == f"trained on {task}":
@@ -292,5 +300,5 @@ def generalisation_table(transfers: Sequence[Record], others: Sequence[Record]) 
                 chosen = own.get((task, "base"), []) if agent == "base" else groups.get((task, agent), [])
             cells.append(rate_cell(chosen) + (" (own)" if agent == f"trained on {task}" else "") if chosen else "")
         if any(cells):
-            lines.append(f"| {agent} | {' | '.join(cells)} |")
+            lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines

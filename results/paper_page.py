@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs import RANDOM
-from paper import AIMS, ROWS, SCENARIOS, by_task_and_arm, kinds_table, main_table, mean_item_rates
+from paper import AIMS, ROWS, SCENARIOS, by_task_and_arm, gains_over_base, kinds_table, main_table, mean_item_rates
 from qwen_page import BEHAVIOUR_HEADER, behaviour_by_stage, listed, wrapped
 from qwen_studies import QWEN
 from records import Record, evaluations_of, read_records, runs_of, turns_of
@@ -115,17 +115,8 @@ def gains_of_aims(records: Sequence[Record]) -> list[str]:
     for task, (subsets, aim) in AIMS.items():
         if (task, "staged") not in groups or (task, "base") not in groups:
             return []
-        base = mean_item_rates(groups[task, "base"], subsets)
-
-        def over_base(
-            agents: Sequence[Record], base: dict[str, float] = base, of: Sequence[str] = subsets
-        ) -> list[float]:
-            rates = mean_item_rates(agents, of)
-            return [rates[item] - base[item] for item in sorted(base)]
-
-        gains = over_base(groups[task, "staged"])
+        gains, seeds = gains_over_base(groups[task, "staged"], groups[task, "base"], subsets)
         low, high = mean_interval(gains)
-        seeds = [statistics.fmean(over_base([record])) for record in groups[task, "staged"]]
         name = f"{SCENARIOS[task]}{', depths 1 and 2' if subsets else ''}"
         gain = f"{signed(statistics.fmean(gains))} ({signed(low)} to {signed(high)}"
         parts.append(f"{name} {gain}; seeds {signed(min(seeds))} to {signed(max(seeds))}; aim {100 * aim:+.0f})")

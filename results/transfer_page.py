@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,17 +84,10 @@ def agent_name(arm: str) -> str:
     return f"{TRAINED_ON}{SCENARIOS[arm.removeprefix(TRAINED_ON)]}"
 
 
-def matrix(model: Transfers) -> list[str]:
-    """Return success of each agent by scenario, with the scenarios' names."""
-    names = {f"| {TRAINED_ON}{task} |": f"| {TRAINED_ON}{name} |" for task, name in SCENARIOS.items()}
-    lines: Sequence[str] = generalisation_table(model.transfers, model.suite)
-    for plain, named in names.items():
-        lines = [line.replace(plain, named) for line in lines]
-    return list(lines)
-
-
 def texts(results: Path) -> dict[str, str]:
     """Return the generated part of docs/results by name."""
     model = read(results)
-    lines = [*matrix(model), "", *comparisons_table(model)] if model else []
+    if model is None:
+        return {"transfer": ""}
+    lines = [*generalisation_table(model.transfers, model.suite), "", *comparisons_table(model)]
     return {"transfer": "\n".join(map(wrapped, lines))}

@@ -120,7 +120,7 @@ def test_transfers_form_a_matrix_with_the_own_scenario_marked() -> None:
     transfers = [evaluation("trained on textcraft", 0.3, task="babyai"), evaluation("together", 0.4)]
     lines = paper.generalisation_table(transfers, RECORDS)
     assert lines[0] == "| agent | TextCraft | BabyAI |"
-    assert "| trained on textcraft | 80.0% (58–92) (own) | 30.0% (15–52) |" in lines
+    assert "| trained on TextCraft | 80.0% (58–92) (own) | 30.0% (15–52) |" in lines
 
 
 def test_the_page_of_a_real_model_is_drawn_from_its_records(tmp_path: Path) -> None:
