@@ -133,7 +133,8 @@ def gains_over_base(
     before = mean_item_rates(base, subsets)
 
     def gains(agents: Sequence[Record]) -> list[float]:
-        return [rate - before[item] for item, rate in mean_item_rates(agents, subsets).items() if item in before]
+        after = mean_item_rates(agents, subsets)
+        return [after[item] - before[item] for item in sorted(after.keys() & before.keys())]
 
     return gains(trained), [statistics.fmean(gains([agent])) for agent in trained]
 
