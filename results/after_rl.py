@@ -6,15 +6,18 @@ The comparisons were chosen after the records were seen. Holm's correction is ov
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 
 from jobs import RANDOM
 from qwen_page import listed, number_word
 from tables import holm
 from turn_limits import (
     FEW,
+    LARGE,
     MANY,
+    MODELS,
     NAMES,
+    SMALL,
     SOME,
     TASKS,
     TRIES,
@@ -45,7 +48,8 @@ Compared = dict[tuple[str, str], tuple[Comparison, float]]
 def comparisons(model: RealSizes) -> list[Comparison]:
     """Return the comparisons after RL, none as long as no trained agent has a record."""
     of_tasks = [comparison for task in TASKS for comparison in _of_task(model, task)]
-    return [*of_tasks, *(_of_suite(model, task) for task in model.suite)]
+    of_sizes = [comparison for task in model.suite for comparison in _of_sizes(model, task)]
+    return [*of_tasks, *(_of_suite(model, task) for task in model.suite), *of_sizes]
 
 
 def _of_task(model: RealSizes, task: str) -> Iterator[Comparison]:
@@ -84,6 +88,32 @@ def _of_suite(model: RealSizes, task: str) -> Comparison:
     name = f"all {len(seeds)} seeds: from {FEW} to {turns} turns, less random play's gain"
     by_item = mean_by_item(_gain_by_item(model, task, seed) for seed in seeds)
     return Comparison(task, name, [by_item[item] for item in sorted(by_item)])
+
+
+def _of_sizes(model: RealSizes, task: str) -> Iterator[Comparison]:
+    """Compare two sizes after RL, all seeds of each. The larger one's are those of the paper's table."""
+    if SMALL not in model.trained_sizes(task):
+        return
+    limit, runs = model.suite[task]
+
+    def small(turns: int) -> dict[str, float]:
+        return solved_within(model.episodes[task, after(SMALL)], turns)
+
+    def large(turns: int) -> dict[str, float]:
+        return mean_by_item(solved_within(rows, turns) for rows in runs.values())
+
+    for turns in (FEW, SOME, limit):
+        yield Comparison(task, size_name(turns), less(large(turns), small(turns)))
+    for turns in (FEW, TURNS_A_TRY):
+        yield Comparison(task, trade_name(turns), less(small(MANY), large(turns)))
+
+
+def size_name(turns: int) -> str:
+    return f"after RL, from {SMALL} to {LARGE} under {turns} turns"
+
+
+def trade_name(turns: int) -> str:
+    return f"after RL, {SMALL} under {MANY} turns less {LARGE} under {turns}"
 
 
 def _gain_by_item(model: RealSizes, task: str, seed: int) -> dict[str, float]:
@@ -132,7 +162,12 @@ def facts(model: RealSizes, compared: Compared) -> list[str]:
     """Return the list items of the evidence page, none without trained agents."""
     if not shown_agents(model):
         return []
-    return [*what_rl_changes(model, compared), *tries_against_turns(model, compared), *seeds_apart(model, compared)]
+    return [
+        *what_rl_changes(model, compared),
+        *tries_against_turns(model, compared),
+        *size_against_turns(model, compared),
+        *seeds_apart(model, compared),
+    ]
 
 
 def what_rl_changes(model: RealSizes, compared: Compared) -> list[str]:
@@ -191,15 +226,42 @@ def cost_of_tries(model: RealSizes, task: str, agent: str, turns: int, tries: in
     return tries * short / long
 
 
+def size_against_turns(model: RealSizes, compared: Compared) -> list[str]:
+    """Return what size brings after RL, and turns against it, on the tasks with both sizes."""
+    items = []
+    for task, (limit, runs) in model.suite.items():
+        if SMALL not in model.trained_sizes(task):
+            continue
+        seeds = f"({seeds_text(model.agents[task, after(SMALL)])}) to {LARGE} ({seeds_text(runs)})"
+        few, some, many = (compared[task, size_name(turns)] for turns in (FEW, SOME, limit))
+        trades = [compared[task, trade_name(turns)] for turns in (FEW, TURNS_A_TRY)]
+        gain, p = compared[task, f"{after(SMALL)}: from {FEW} to {MANY} turns, less random play's gain"]
+        items.append(
+            f"- **Size and turns after RL**: on {NAMES[task]} success changes from {SMALL} {seeds} by "
+            f"{few[0].points} points under {FEW} turns, {some[0].points} under {SOME} and {many[0].with_interval} "
+            f"under {limit} (p = {many[1]:.2g}). Turns less parameters: the {SMALL} model under {MANY} turns is "
+            f"{trades[0][0].with_interval} points above the {LARGE} model under {FEW} (p = {trades[0][1]:.2g}) and "
+            f"{trades[1][0].points} above it under {TURNS_A_TRY} (p = {trades[1][1]:.2g}). But the {SMALL} model's "
+            f"gain from {FEW} to {MANY} turns less random play's is {gain.points} (p = {p:.2g})."
+        )
+    return items
+
+
+def seeds_text(seeds: Sized) -> str:
+    """Return `one seed` or `three seeds`."""
+    return f"{number_word(len(seeds))} seed{'s' if len(seeds) > 1 else ''}"
+
+
 def seeds_apart(model: RealSizes, compared: Compared) -> list[str]:
     """Return which agents were trained, and what other seeds have under fewer turns."""
-    shown = shown_agents(model)
     sizes = sorted({size for task in TASKS for size in model.trained_sizes(task)})
-    counts = {len(model.agents[task, after(size)]) for task, size in shown.items()}
-    seeds = ", one seed a task" if counts == {1} else ""
-    sentence = f"**Evaluated after RL: {listed(sizes)}{seeds}.**"
-    if len(sizes) == 1:
-        sentence = f"**After RL only the {sizes[0]} model was evaluated{seeds}**, so parameters cannot be compared."
+    agents = [
+        f"{size} on {NAMES[task]} ({seeds_text(model.agents[task, after(size)])})"
+        for size in MODELS
+        for task in TASKS
+        if size in model.trained_sizes(task)
+    ]
+    sentence = f"**Evaluated after RL**: {listed(agents)}{', so parameters cannot be compared' * (len(sizes) == 1)}."
     parts = []
     for task, (turns, runs) in model.suite.items():
         comparison, p = compared[task, _of_suite(model, task).name]
@@ -209,7 +271,8 @@ def seeds_apart(model: RealSizes, compared: Compared) -> list[str]:
         )
     if parts:
         sentence += f" All seeds of the paper's table, gain less random play's: {'; '.join(parts)}."
-        sentence += " The agents of this section are the seeds that gain least." if weakest(model) else ""
+        least = f" The {LARGE} agents of this section are the seeds that gain least."
+        sentence += least if weakest(model) else ""
     return [f"- {sentence}"]
 
 
@@ -235,21 +298,36 @@ def comparisons_table(compared: Compared) -> list[str]:
 def introduction(model: RealSizes) -> list[str]:
     """Return what was trained, for the details page."""
     agents = []
-    for task, size in shown_agents(model).items():
+    for task, size in [(name, size) for name in TASKS for size in model.trained_sizes(name)]:
         records = model.agents[task, after(size)]
         runs = [model.runs[name] for r in records if (name := r["config"]["agent"].get("run")) in model.runs]
         stages = {", ".join(map(str, run["config"]["horizon"]["turns"])) for run in runs}
         seeds = "seed " if len(records) == 1 else "seeds "
         horizon = f"{listed(sorted(stages))} turns, " if stages else ""
-        agents.append(f"{NAMES[task]}: {horizon}{seeds}{listed(str(r['seed']) for r in records)}")
+        agents.append(f"{NAMES[task]}, {size}: {horizon}{seeds}{listed(str(r['seed']) for r in records)}")
     if not agents:
         return []
     return [
         f"After RL alone under staged horizons ({'; '.join(agents)}). These comparisons were chosen after the records "
         "were seen, and Holm's correction is over this table alone. Rows of all seeds are of the agents of the paper's "
-        "table, in its own evaluation.",
+        f"table, in its own evaluation.{_length_of_small_runs(model)}",
         "",
     ]
+
+
+def _length_of_small_runs(model: RealSizes) -> str:
+    """Return the steps, tokens and minutes of the smaller model's runs. Those of the larger one have a table."""
+    names = [r["config"]["agent"].get("run") for task in TASKS for r in model.agents.get((task, after(SMALL)), [])]
+    runs = [model.runs[name] for name in names if name in model.runs]
+    if not runs:
+        return ""
+    steps, tokens, seconds = (
+        statistics.fmean(run[key] for run in runs) for key in ("steps", "sampled_tokens", "seconds")
+    )
+    return (
+        f" A run of {SMALL} has {steps:.0f} steps and {tokens / 1e6:.1f} million sampled tokens, and took "
+        f"{seconds / 60:.1f} minutes on one NVIDIA H200 that other runs used, too (means)."
+    )
 
 
 def details(model: RealSizes) -> list[str]:

@@ -25,11 +25,11 @@ from check_turns import turns_after_rl
 from page_numbers import ROOT, Pages, read_pages
 
 SETTINGS = (
-    "| trained model | Qwen2.5-3B and 7B, instruction-tuned | Qwen2.5-Coder-1.5B-Instruct; SmolLM2-135M-Instruct;",
+    "| trained model | Qwen2.5-3B and 7B, instruction-tuned | Qwen2.5-Coder-1.5B-Instruct,",
     "| 350 planned; collapse from about 125 |",
     "| 5 → 8 → 10 to 10 → 20 → 30 |",
     "| KL term | 0.001 |",
-    "| runs of an arm | 1 | A, 1.5B: 2 to 3 (SFT: 1); B: 6, mazes 12, SmolLM2 2 to 3; C: 3 |",
+    "| runs of an arm | 1 | A, 1.5B: 2 to 3 (SFT: 1); B: 6, mazes 12, SmolLM2 2 to 3; C: 3, real models 1 to 3 |",
     "SmolLM2-135M, evaluated under 16 turns (95% intervals",
     "Three pairs cannot go below 0.25, two not below 0.5.",
     "three seeds a size, 300 items, four samples each",

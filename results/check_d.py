@@ -102,11 +102,15 @@ def same_games(pages: Pages, agents: Agents, episodes: Episodes) -> None:
     counts = [len(agents[task, CHANCE]["outcomes"]["32"]) for task in TASKS]
     pages.expect("(# of BabyAI, # of TextCraft), four samples an item at temperature #", *counts, 1)
     pages.expect(
-        "One evaluation each: # items of BabyAI, # of TextCraft, four samples. Dashed: before RL. Right: how episodes "
+        ": # items of BabyAI, # of TextCraft, four samples. Dashed: before RL. Right: how episodes "
         "under # turns end; a reply ends at # tokens, an episode at #.",
         *(*counts, TURNS[-1], reply, context),
     )
-    pages.expect("up to 1.5B and # tokens of context", context)
+    pages.expect("with one evaluation each and # tokens of context", context)
+    pages.require(
+        "SmolLM2 solves no item before RL",
+        all(not any(item_rates(agents[task, "135M"], t).values()) for task in TASKS for t in TURNS),
+    )
     pages.expect("played once, under # turns; fewer turns are their beginnings", TURNS[-1])
     pages.require("No model above 1.5B was evaluated here", set(MODELS) == {"135M", "0.5B", "1.5B"})
 

@@ -151,20 +151,30 @@ def same_games(pages: Pages, models: dict[str, list[Trained]]) -> None:
                 for t in TURNS
             )
             pages.require("fewer turns are their beginnings", agree)
-        records = sizes[-1].after.records
-        names = [r["config"]["agent"]["run"] for r in records]
-        trained = [runs[name]["config"] for name in names]
-        pages.require("After RL alone under staged horizons", all(c["horizon"]["kind"] == "stepwise" for c in trained))
-        pages.require("After RL alone", all(runs[name]["method"] == "rl" for name in names))
-        pages.require("After RL alone", all("model.path={pretrained" in runs[name]["command"] for name in names))
-        (stages,) = {tuple(c["horizon"]["turns"]) for c in trained}
-        numbers = [*stages, *(r["seed"] for r in records)]
-        places = joined(["#"] * len(records))
-        horizons.append(
-            (f"{TASKS[task]}: {', '.join('#' * len(stages))} turns, seed{'s'[: len(records) - 1]} {places}", numbers)
-        )
+            horizons.append(trained_under(pages, f"{TASKS[task]}, {model.size}", model.after.records, runs))
+    small = [runs[r["config"]["agent"]["run"]] for r in models["babyai"][0].after.records]
+    pages.expect(
+        "A run of 0.5B has # steps and # million sampled tokens, and took # minutes on one",
+        *(mean(r["steps"] for r in small), mean(r["sampled_tokens"] for r in small) / 1e6),
+        mean(r["seconds"] for r in small) / 60,
+    )
     text = "; ".join(text for text, _ in horizons)
     pages.expect(f"under staged horizons ({text})", *(n for _, numbers in horizons for n in numbers))
+
+
+def trained_under(
+    pages: Pages, name: str, records: Sequence[Record], runs: dict[str, Record]
+) -> tuple[str, list[float]]:
+    """Check that agents were trained by RL alone under a staged horizon, and return its text and numbers."""
+    jobs = [r["config"]["agent"]["run"] for r in records]
+    trained = [runs[job]["config"] for job in jobs]
+    pages.require("After RL alone under staged horizons", all(c["horizon"]["kind"] == "stepwise" for c in trained))
+    pages.require("After RL alone", all(runs[job]["method"] == "rl" for job in jobs))
+    pages.require("After RL alone", all("model.path={pretrained" in runs[job]["command"] for job in jobs))
+    (stages,) = {tuple(c["horizon"]["turns"]) for c in trained}
+    places = joined(["#"] * len(records))
+    text = f"{name}: {', '.join('#' * len(stages))} turns, seed{'s'[: len(records) - 1]} {places}"
+    return text, [*stages, *(r["seed"] for r in records)]
 
 
 def comparisons(pages: Pages, models: dict[str, list[Trained]], suite: Suite) -> Compared:
@@ -188,6 +198,8 @@ def comparisons(pages: Pages, models: dict[str, list[Trained]], suite: Suite) ->
         gains = by_item([seed_gain(models[task][0].chance, rows, turns) for rows in runs.values()])
         name = f"{TASKS[task]}, all {len(runs)} seeds: from 4 to {turns} turns, less random play's gain"
         differences[name] = list(gains.values()), 4 * len(runs)
+    for task, (turns, runs) in suite.items():
+        differences |= sizes_apart(task, models[task], turns, runs)
     p = [sign_flips(d, unit) for d, unit in differences.values()]
     compared = {
         name: (d, raw, adjusted) for (name, (d, _)), raw, adjusted in zip(differences.items(), p, holm(p), strict=True)
@@ -197,6 +209,28 @@ def comparisons(pages: Pages, models: dict[str, list[Trained]], suite: Suite) ->
         pages.accept(f"| {name} |")
     pages.expect("and, apart from them, over all # after RL, chosen after the records were seen", len(compared))
     return compared
+
+
+def sizes_apart(
+    task: str, models: list[Trained], limit: int, runs: dict[int, Lines]
+) -> dict[str, tuple[list[float], int]]:
+    """Return 0.5B against 1.5B after RL, the latter with all seeds of the paper's table."""
+    small = next((m.after for m in models if m.size == "0.5B"), None)
+    if small is None:
+        return {}
+    unit = 4 * len(small.records) * len(runs)
+
+    def large(turns: int) -> Rates:
+        return by_item([solved_within(rows, turns) for rows in runs.values()])
+
+    name = f"{TASKS[task]}, after RL"
+    found = {
+        f"{name}, from 0.5B to 1.5B under {t} turns": (less(large(t), solved_within(small.episodes, t)), unit)
+        for t in (4, 16, limit)
+    }
+    return found | {
+        f"{name}, 0.5B under 32 turns less 1.5B under {t}": (less(small.rates(32), large(t)), unit) for t in (4, 8)
+    }
 
 
 def seed_gain(chance: Agent, rows: Lines, turns: int) -> Rates:
@@ -304,20 +338,22 @@ def tries(pages: Pages, shown: dict[str, Trained], compared: Compared) -> None:
 
 def seeds(pages: Pages, models: dict[str, list[Trained]], suite: Suite, compared: Compared) -> None:
     """Check which agents were trained, and the seeds of the paper's table under fewer turns."""
-    sizes = sorted({m.size for trained in models.values() for m in trained})
-    alone = all(len(m.after.records) == 1 for trained in models.values() for m in trained)
-    each = ", one seed a task" if alone else ""
+    agents = [
+        f"{size} on {TASKS[task]} ({WORDS[len(m.after.records)]} seed{'s'[: len(m.after.records) - 1]})"
+        for size in MODELS
+        for task in TASKS
+        for m in models.get(task, [])
+        if m.size == size
+    ]
+    pages.require(f"**Evaluated after RL**: {joined(agents)}.", True)
+    several = [(task, m) for task, found in models.items() for m in found if len(m.after.records) > 1]
+    pages.require("(0.5B after RL: three seeds)", [(t, m.size) for t, m in several] == [("babyai", "0.5B")])
     pages.require(
-        f"**After RL only the {sizes[0]} model was evaluated{each}**, so parameters cannot be compared."
-        if len(sizes) == 1
-        else f"**Evaluated after RL: {joined(sizes)}{each}.**",
-        True,
+        "after it two, on BabyAI alone",
+        {task: [m.size for m in found] for task, found in models.items()}
+        == {"babyai": ["0.5B", "1.5B"], "textcraft": ["1.5B"]},
     )
-    for text in (
-        "Real models of several sizes were compared before RL only, with one evaluation each",
-        "After RL there is one size, with one seed a task.",
-    ):
-        pages.require(text, sizes == ["1.5B"] and alone and len(MODELS) > 1)
+    size_against_turns(pages, models, suite, compared)
     parts, values, least = [], [], []
     for task, (turns, runs) in suite.items():
         d, _, p = compared[f"{TASKS[task]}, all {len(runs)} seeds: from 4 to {turns} turns, less random play's gain"]
@@ -328,7 +364,27 @@ def seeds(pages: Pages, models: dict[str, list[Trained]], suite: Suite, compared
         least.append([r["seed"] for r in model.after.records] == [min(gains, key=gains.__getitem__)])
     pages.expect(f"All seeds of the paper's table, gain less random play's: {'; '.join(parts)}.", *values)
     if all(least):
-        pages.require("The agents of this section are the seeds that gain least.", True)
+        pages.require("The 1.5B agents of this section are the seeds that gain least.", True)
+
+
+def size_against_turns(pages: Pages, models: dict[str, list[Trained]], suite: Suite, compared: Compared) -> None:
+    """Check the sentences about both sizes after RL on BabyAI."""
+    limit, runs = suite["babyai"]
+    small = models["babyai"][0].after.records
+    start = "BabyAI, after RL, "
+    few, some, many = (compared[f"{start}from 0.5B to 1.5B under {t} turns"] for t in (4, 16, limit))
+    trades = [compared[f"{start}0.5B under 32 turns less 1.5B under {t}"] for t in (4, 8)]
+    gain = compared["BabyAI, 0.5B after RL: from 4 to 32 turns, less random play's gain"]
+    seeds_of = [f"{WORDS[len(group)]} seeds" for group in (small, runs)]
+    pages.expect(
+        f"on BabyAI success changes from 0.5B ({seeds_of[0]}) to 1.5B ({seeds_of[1]}) by # points under # turns, "
+        "# under # and # (# to #) under # (p = #). Turns less parameters: the 0.5B model under # turns is # (# to #) "
+        "points above the 1.5B model under # (p = #) and # above it under # (p = #). But the 0.5B model's gain from # "
+        "to # turns less random play's is # (p = #).",
+        *(points(few[0]), 4, points(some[0]), 16, points(many[0]), *bootstrap(many[0]), limit, many[2]),
+        *(32, points(trades[0][0]), *bootstrap(trades[0][0]), 4, trades[0][2], points(trades[1][0]), 8, trades[1][2]),
+        *(4, 32, points(gain[0]), gain[2]),
+    )
 
 
 def details(pages: Pages, shown: dict[str, Trained], suite: Suite) -> None:

@@ -139,7 +139,8 @@ def test_trained_agents_have_rows_and_comparisons_of_their_own(results: Path, tm
     assert "| BabyAI: Qwen2.5-Coder-1.5B after RL | 20.0% | 30.0% | 50.0% |" in text
     assert "**Not shown after RL, either.** On BabyAI the trained 1.5B model gains 30.0 points" in text
     assert f"apart from them, over all {len(compared)} after RL" in text
-    assert "**After RL only the 1.5B model was evaluated, one seed a task**" in text
+    evaluated = "1.5B on BabyAI (one seed) and 1.5B on TextCraft (one seed), so parameters cannot be compared."
+    assert f"**Evaluated after RL**: {evaluated}" in text
     assert "1.5B after RL: best of 4 tries of 8 turns less one of 32 | −20.0" in plain(model, "sizes-details")
     assert real_sizes.draw(model, tmp_path / "sizes.png")
 
@@ -163,7 +164,8 @@ def test_more_seeds_are_averaged_and_more_sizes_named(results: Path) -> None:
     assert model is not None
     assert real_sizes.success(model, "babyai", "1.5B after RL", 32) == pytest.approx(25)
     text = plain(model)
-    assert "**Evaluated after RL: 0.5B and 1.5B.**" in text
+    assert "**Evaluated after RL**: 0.5B on TextCraft (one seed) and 1.5B on BabyAI (two seeds)." in text
+    assert "(1.5B after RL: two seeds)" in text
     assert "On TextCraft the trained 0.5B model gains 0.0 points" in text
     assert "| TextCraft: Qwen2.5-Coder-0.5B after RL | 10.0% |" in text
 
@@ -178,8 +180,31 @@ def test_seeds_of_the_papers_table_stand_beside_the_agent(results: Path) -> None
     assert model is not None
     comparison, _ = after_rl.by_name(model)["babyai", "all 2 seeds: from 4 to 20 turns, less random play's gain"]
     assert comparison.points == "−65.0"
-    assert "by seed −60.0 and −70.0. The agents of this section are the seeds that gain least." in plain(model)
+    assert "by seed −60.0 and −70.0. The 1.5B agents of this section are the seeds that gain least." in plain(model)
     assert "20.0% and 20.0% on BabyAI under 20 turns (p = 1)" in plain(model, "sizes-details")
+
+
+def test_two_sizes_after_rl_are_compared_with_all_seeds_of_the_papers_table(results: Path) -> None:
+    study, suite = results / real_sizes.STUDY, results / "qwen-babyai"
+    write_agent(study, "babyai", "staged 1.5B", solved_in({0: 2}))
+    for seed in range(2):
+        write_agent(study, "babyai", "staged 0.5B", solved_in({0: 2, 1: 20, 2: 20, 3: 32}), seed=seed)
+    suite.mkdir()
+    write_agent(suite, "babyai", "staged", solved_in({0: 2, 1: 20}), turns=(20,))
+    write_agent(suite, "babyai", "staged", solved_in({0: 2, 1: 2, 2: 20, 3: 20}), seed=1, turns=(20,))
+    model = real_sizes.read(results)
+    assert model is not None
+    points = {name: c.points for (_, name), (c, _) in after_rl.by_name(model).items() if name.startswith("after RL")}
+    assert points == {
+        "after RL, from 0.5B to 1.5B under 4 turns": "+5.0",
+        "after RL, from 0.5B to 1.5B under 16 turns": "+5.0",
+        "after RL, from 0.5B to 1.5B under 20 turns": "+0.0",
+        "after RL, 0.5B under 32 turns less 1.5B under 4": "+25.0",
+        "after RL, 0.5B under 32 turns less 1.5B under 8": "+25.0",
+    }
+    text = plain(model)
+    assert "success changes from 0.5B (two seeds) to 1.5B (two seeds) by +5.0 points under 4 turns" in text
+    assert "the 0.5B model under 32 turns is +25.0" in text
 
 
 def suite_record(arm: str, task: str, success: str) -> dict[str, Any]:

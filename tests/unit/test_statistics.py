@@ -136,6 +136,12 @@ def test_the_sign_flip_test_of_real_numbers() -> None:
     assert sign_flip_test([1.0] * 60) < 0.001
 
 
+def test_the_sign_flip_test_drops_differences_that_are_rounding_errors() -> None:
+    rounding = 0.1 + 0.2 - 0.3
+    assert rounding != 0
+    assert sign_flip_test([0.25] * 22 + [rounding] * 75) == sign_flip_test([0.25] * 22)
+
+
 def test_the_sign_flip_test_counts_many_rates_of_few_samples_exactly() -> None:
     assert sign_flip_test([1.0] * 60) == pytest.approx(2 / 2**60, rel=1e-9)
     assert sign_flip_test([0.25] * 22 + [0.0] * 75) == pytest.approx(2 / 2**22, rel=1e-9)

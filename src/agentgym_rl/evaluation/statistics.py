@@ -13,6 +13,8 @@ import numpy
 from agentgym_rl.common.intervals import wilson_interval
 
 NUM_RESAMPLES = 10_000
+ROUNDING_ERROR = 1e-12
+"""Differences of rates up to this size are 0: means over seeds that are equal may differ by it."""
 MAX_EXACT_SIGN_FLIPS = 14
 """Number of nonzero differences up to which all sign assignments are listed."""
 MAX_UNITS_PER_ONE = 100
@@ -86,7 +88,7 @@ def sign_flip_test(differences: Sequence[float], seed: int = 0) -> float:
     For differences of -1, 0 and 1 it equals McNemar's exact test. The value is exact, except for more than
     MAX_EXACT_SIGN_FLIPS differences without a common unit, or with sums too large to count.
     """
-    array = numpy.asarray([value for value in differences if value != 0], dtype=float)
+    array = numpy.asarray([value for value in differences if abs(value) > ROUNDING_ERROR], dtype=float)
     if not len(array):
         return 1.0
     observed = abs(array.sum()) * (1 - 1e-12)  # tolerance for sums in another order
