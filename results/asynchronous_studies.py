@@ -57,15 +57,16 @@ def asynchronous_smollm2(seeds: list[int] | None) -> list[Job]:
 
 
 def asynchronous_long(seeds: list[int] | None) -> list[Job]:
-    """Return Qwen2.5-Coder-1.5B on BabyAI with 50 turns and 16 episodes a step, from the base model: synchronous and
+    """Return Qwen2.5-Coder-0.5B on BabyAI with 50 turns and 16 episodes a step, from the base model: synchronous and
     with a bound of staleness. It needs one GPU, which no other process uses.
 
     Most episodes end early, and a synchronous step waits for the longest one. The records of
-    results/asynchronous-long-first started from an imitation, which already had the success that the runs race to.
+    results/asynchronous-long-first, with 1.5B, started from an imitation, which already had the success that the runs
+    race to.
     """
-    steps = ("rl.groups_per_step=2", "rl.steps=120", "eval.every=0", "eval.max_turns=50")
+    steps = ("rl.groups_per_step=2", "rl.steps=120", "eval.episodes=48", "eval.every=0", "eval.max_turns=50")
     rate = ("rl.optimizer.lr=2e-6", "rl.keep_cache=true", "agent.concurrency=48")
-    arguments = (f"model.path={{{QWEN_SIZES['1.5B']}}}", *LONG_EPISODES, *rate, *steps)
+    arguments = (f"model.path={{{QWEN_SIZES['0.5B']}}}", *LONG_EPISODES, *rate, *steps)
     run = Job(name="qwen-long-babyai", arm="", task="babyai", seed=0, recipe="qwen/babyai.toml", arguments=arguments)
     chosen = seeds if seeds is not None else range(3)
     return [stale(bound, replace(run, seed=seed)) for seed in chosen for bound in (0, 4)]

@@ -181,28 +181,29 @@ def report(records: Sequence[Record]) -> list[str]:
         if not any(r["task"] == task for r in runs_of(records)):
             continue
         lines += [f"### {task}", "", *arms_table(records, task), ""]
-        for first, second in (("staged", "fixed-64"), ("staged", "fixed-16"), ("too-short", "staged")):
-            pairs = pairs_of(records, task, first, second)
-            if not pairs:
-                continue
-            outcomes = compare(pairs)
-            lines += [
-                f"{first} against {second}, {len(pairs)} seeds:",
-                "",
-                *comparison_table(outcomes, first, second),
-                "",
-            ]
-            if (first, second) == ("staged", "fixed-64"):
-                gain = gain_of(records, task)
-                falls = sum(collapsed(b) for _, b, _, _ in pairs)
-                seen = "reproduced" if falls >= REPRODUCED else "not reproduced"
-                collapse = f"The collapse of fixed-64 is {seen} ({falls} of {len(pairs)} seeds)."
-                so_far = "Verdict" if len(pairs) >= SEEDS else f"No verdict before {SEEDS} seeds; so far"
-                lines += [
-                    f"**{so_far}: {verdict(outcomes, gain)}.** Largest gain {100 * gain:+.1f} points. {collapse}",
-                    "",
-                ]
+        for arms in (("staged", "fixed-64"), ("staged", "fixed-16"), ("too-short", "staged")):
+            lines += report_of(records, task, arms, SEEDS if arms == ("staged", "fixed-64") else 0)
     return lines or ["No run has a record so far."]
+
+
+def report_of(records: Sequence[Record], task: str, arms: tuple[str, str], seeds: int) -> list[str]:
+    """Return the outcomes of an arm against another, and the verdict if it needs `seeds`; nothing without pairs."""
+    pairs = pairs_of(records, task, *arms)
+    if not pairs:
+        return []
+    outcomes = compare(pairs)
+    lines = [f"{arms[0]} against {arms[1]}, {len(pairs)} seeds:", "", *comparison_table(outcomes, *arms), ""]
+    if seeds:
+        falls = sum(collapsed(b) for _, b, _, _ in pairs)
+        seen = "reproduced" if falls >= REPRODUCED else "not reproduced"
+        so_far = "Verdict" if len(pairs) >= seeds else f"No verdict before {seeds} seeds; so far"
+        lines += [
+            f"**{so_far}: {verdict(outcomes, gain_of(records, task))}.** Largest gain "
+            f"{100 * gain_of(records, task):+.1f} points. The collapse of {arms[1]} is {seen} ({falls} of {len(pairs)} "
+            "seeds).",
+            "",
+        ]
+    return lines
 
 
 def main() -> None:

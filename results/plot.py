@@ -40,6 +40,7 @@ from figures import (
     title_of,
 )
 from jobs import RANDOM
+from qwen_studies import SMALL_SEEDS
 from records import (
     Record,
     describe_missing,
@@ -271,7 +272,7 @@ def ablations(records: list[Record], out: Path) -> list[str]:
     return [*arms_table(runs, ["unchanged", *arms]), "", *paired_table(runs, pairs, final_success)]
 
 
-def real_model(task: str, records: list[Record], out: Path) -> list[str]:
+def real_model(task: str, records: list[Record], out: Path, size: str = "1.5B") -> list[str]:
     """Draw a task's success over steps, tokens and seconds if arms can be compared, and return its tables."""
     runs = paper.runs_with_evaluations(records, task, list(HORIZONS))
     if len({r["arm"] for r in runs}) > 1:
@@ -280,13 +281,19 @@ def real_model(task: str, records: list[Record], out: Path) -> list[str]:
         for axes, label in zip(grid[0], paper.AXES, strict=True):
             axes.set_xlabel(label, fontsize=9, color=INK)
             label_y_in_percent(axes, "held-out success")
-        set_title(grid[0][0], f"{title_of(task)}, Qwen2.5-Coder-1.5B")
+        set_title(grid[0][0], f"{title_of(task)}, Qwen2.5-Coder-{size}")
         share_y_limits(grid[0])
         draw_legend(grid[0][0], 2)
-        figure.savefig(out / f"paper-{task}.png")
+        figure.savefig(out / (f"paper-{task}.png" if size == "1.5B" else f"paper-{task}-{size}.png"))
     lines = [*paper.kinds_table(records, task), "", *paper.costs_table(records, task)]
     lines += ["", *paper.arms_against_staged(records, task)]
     return [*lines, "", "Behaviour in training, by stage:", "", *paper.behaviour_table(records, task)]
+
+
+def small_model(records: list[Record], out: Path) -> list[str]:
+    """Return the tables of the 0.5B model's horizons, with the verdict of results/qwen-babyai-0.5B/PROTOCOL.md."""
+    lines = real_model("babyai", records, out, size="0.5B")
+    return [*lines, "", *collapse.report_of(records, "babyai", ("staged", "fixed-long"), len(SMALL_SEEDS))]
 
 
 def tables_of_real_sizes(records: list[Record], out: Path) -> list[str]:
@@ -299,6 +306,7 @@ def collapse_study(records: list[Record], out: Path) -> list[str]:
 
 STUDIES: dict[str, tuple[str, Callable[[list[Record], Path], list[str]]]] = {
     **{f"qwen-{task}": (f"{title_of(task)} with Qwen2.5-Coder-1.5B", partial(real_model, task)) for task in paper.QWEN},
+    "qwen-babyai-0.5B": ("Claim B with Qwen2.5-Coder-0.5B on BabyAI", small_model),
     "qwen-interaction": ("Claim C with real models: turns and parameters", tables_of_real_sizes),
     "collapse": ("Claim B where collapse can happen", collapse_study),
     "rl-over-base": ("Claim A: RL over its base model", rl_over_base),

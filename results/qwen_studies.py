@@ -36,6 +36,8 @@ QWEN_PLAY = {
 """Settings of recipes/qwen, for models without a run and for agents of another environment."""
 QWEN_SAMPLES = {"textcraft": 4, "babyai": 4, "searchqa": 2, "sciworld": 2, "webarena": 4}
 """Samples per item. The suite has 100, 90, 300 (no TriviaQA, no Bamboogle) and 200 items, and the built-in sites 43."""
+SMALL_SEEDS = (0, 1, 3, 4, 5, 6, 7)
+"""Seeds of the 0.5B model's horizons; the first three have all arms."""
 QWEN_SIZES = {"135M": f"{PRETRAINED}-135M", "0.5B": f"{PRETRAINED}-0.5B", "1.5B": PRETRAINED}
 """Placeholders of the models of claim C: SmolLM2-135M-Instruct and Qwen2.5-Coder-0.5B- and -1.5B-Instruct."""
 
@@ -90,6 +92,17 @@ def qwen(task: str, num_seeds: int, seeds: list[int] | None) -> list[Job]:
         runs.append(Job(name=name, arm="SFT", task=task, seed=seed, recipe=f"qwen/{task}-sft.toml", arguments=settings))
     for run in runs:
         jobs += [run, on_suite(f"eval-{run.name}", f"{{{run.name}}}", run.arm, task, run.seed)]
+    return jobs
+
+
+def qwen_small(seeds: list[int] | None) -> list[Job]:
+    """Return claim B's arms with Qwen2.5-Coder-0.5B on BabyAI, for the rule of results/qwen-babyai-0.5B/PROTOCOL.md."""
+    jobs: list[Job] = []
+    for seed in seeds if seeds is not None else SMALL_SEEDS:
+        for arm in QWEN_HORIZONS:
+            if arm in ("staged", "fixed-long") or seed in SMALL_SEEDS[:3]:
+                run = qwen_run("babyai", arm, seed, "0.5B")
+                jobs += [run, on_suite(f"eval-{run.name}", f"{{{run.name}}}", arm, "babyai", seed)]
     return jobs
 
 

@@ -26,6 +26,7 @@ from qwen_studies import (
     qwen_generalisation,
     qwen_interaction,
     qwen_run,
+    qwen_small,
 )
 
 HORIZONS: dict[str, tuple[str, ...]] = {
@@ -500,6 +501,7 @@ STUDIES: dict[str, Callable[[list[int] | None], list[Job]]] = {
     "qwen-first": qwen_first,
     "qwen-textcraft": partial(qwen, "textcraft", 3),
     "qwen-babyai": partial(qwen, "babyai", 3),
+    "qwen-babyai-0.5B": qwen_small,
     "qwen-searchqa": partial(qwen, "searchqa", 3),
     "qwen-sciworld": partial(qwen, "sciworld", 2),
     "qwen-webarena": partial(qwen, "webarena", 1),
