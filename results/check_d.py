@@ -412,6 +412,10 @@ def in_words(pages: Pages, found: dict[tuple[str, str], list[Record]]) -> None:
         ends["webarena", "base"] == ends["webarena", CHANCE] == 0,
     )
     episodes = load_lines("qwen-webarena", "eval-qwen-base-webarena.actions")
+    rewarded = [row for row in episodes if any(row["rewards"])]
+    pages.require(
+        "so RL from base has nothing to learn from; it needs imitation first, which has not run", not rewarded
+    )
     copied = [sum(bool(re.fullmatch(COPIED, a)) for a in row["actions"]) for row in episodes]
     share = 100 * sum(copied) / sum(len(row["actions"]) for row in episodes)
     values = (share, sum(map(bool, copied)), len(episodes))
