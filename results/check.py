@@ -20,6 +20,7 @@ from check_b import deciding, far_rooms, smollm2_horizons, two_tasks, when_it_he
 from check_c import ablations, claim_c
 from check_collapse import collapse, gradients
 from check_d import paper_table, real_sizes
+from check_horizons import horizons_of_0_5b
 from check_transfer import transfer
 from check_turns import turns_after_rl
 from page_numbers import ROOT, Pages, read_pages
@@ -48,7 +49,7 @@ def settings(pages: Pages) -> None:
 CHECKS: tuple[Callable[[Pages], None], ...] = (
     *(settings, real_model, smollm2, training_of_smollm2),
     *(two_tasks, deciding, far_rooms, smollm2_horizons, when_it_helps),
-    *(claim_c, ablations, real_sizes, turns_after_rl, paper_table, transfer, collapse, gradients),
+    *(claim_c, ablations, real_sizes, turns_after_rl, paper_table, transfer, collapse, gradients, horizons_of_0_5b),
 )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import collapse_page
 import paper_page
 import qwen_page
+import real_horizons
 import real_sizes
 import transfer_page
 
@@ -45,7 +46,7 @@ def current(results: Path = RESULTS) -> dict[str, str]:
     """Return the text that each page should have, by its path from the project's folder."""
     model = qwen_page.read(results)
     parts = qwen_page.texts(model) | paper_page.texts(results) | real_sizes.texts(real_sizes.read(results))
-    parts |= collapse_page.texts(results) | transfer_page.texts(results)
+    parts |= collapse_page.texts(results) | transfer_page.texts(results) | real_horizons.texts(results)
     pages = {name: filled((ROOT / name).read_text(encoding="utf-8"), parts) for name in PAGES}
     readme = (ROOT / README).read_text(encoding="utf-8")
     caption, sentence = qwen_page.readme_caption(model), qwen_page.readme_sentence(model)
