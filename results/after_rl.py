@@ -6,10 +6,11 @@ The comparisons were chosen after the records were seen. Holm's correction is ov
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sized
+from collections.abc import Iterable, Iterator, Sized
 
 from jobs import RANDOM
 from qwen_page import listed, number_word
+from records import success_at
 from tables import holm
 from turn_limits import (
     FEW,
@@ -94,26 +95,28 @@ def _of_sizes(model: RealSizes, task: str) -> Iterator[Comparison]:
     """Compare two sizes after RL, all seeds of each. The larger one's are those of the paper's table."""
     if SMALL not in model.trained_sizes(task):
         return
-    limit, runs = model.suite[task]
-
-    def small(turns: int) -> dict[str, float]:
-        return solved_within(model.episodes[task, after(SMALL)], turns)
-
-    def large(turns: int) -> dict[str, float]:
-        return mean_by_item(solved_within(rows, turns) for rows in runs.values())
-
+    limit, _ = model.suite[task]
     for turns in (FEW, SOME, limit):
-        yield Comparison(task, size_name(turns), less(large(turns), small(turns)))
+        small, large = (of_all_seeds(model, task, size, turns) for size in (SMALL, LARGE))
+        yield Comparison(task, size_name(turns), less(large, small))
     for turns in (FEW, TURNS_A_TRY):
-        yield Comparison(task, trade_name(turns), less(small(MANY), large(turns)))
+        small, large = of_all_seeds(model, task, SMALL, MANY), of_all_seeds(model, task, LARGE, turns)
+        yield Comparison(task, trade_name(turns), less(small, large))
+
+
+def of_all_seeds(model: RealSizes, task: str, size: str, turns: int) -> dict[str, float]:
+    """Return each item's success after RL, averaged over seeds. Those of the larger model are the paper's table's."""
+    if size == SMALL:
+        return solved_within(model.episodes[task, after(SMALL)], turns)
+    return mean_by_item(solved_within(rows, turns) for rows in model.suite[task][1].values())
 
 
 def size_name(turns: int) -> str:
-    return f"after RL, from {SMALL} to {LARGE} under {turns} turns"
+    return f"after RL, all seeds: from {SMALL} to {LARGE} under {turns} turns"
 
 
 def trade_name(turns: int) -> str:
-    return f"after RL, {SMALL} under {MANY} turns less {LARGE} under {turns}"
+    return f"after RL, all seeds: {SMALL} under {MANY} turns less {LARGE} under {turns}"
 
 
 def _gain_by_item(model: RealSizes, task: str, seed: int) -> dict[str, float]:
@@ -130,37 +133,47 @@ def by_name(model: RealSizes) -> Compared:
     return {(c.task, c.name): (c, p) for c, p in zip(listed, adjusted, strict=True)}
 
 
-def shown_agents(model: RealSizes) -> dict[str, str]:
-    """Return the largest trained size by task: the agents that the sentences are about."""
-    return {task: sizes[-1] for task in TASKS if (sizes := model.trained_sizes(task))}
+def trained_agents(model: RealSizes) -> list[tuple[str, str]]:
+    """Return task and size of each trained agent."""
+    return [(task, size) for task in TASKS for size in model.trained_sizes(task)]
+
+
+def agent_name(task: str, size: str) -> str:
+    """Return `BabyAI (0.5B)`."""
+    return f"{NAMES[task]} ({size})"
 
 
 def verdict(model: RealSizes, compared: Compared) -> str:
     """Return what turns bring after RL, in sentences."""
-    shown = shown_agents(model)
-    if not shown:
+    agents = trained_agents(model)
+    if not agents:
         return "The same after RL is not measured."
     gains = {
-        task: compared[task, f"{after(size)}: from {FEW} to {MANY} turns, less random play's gain"]
-        for task, size in shown.items()
+        (task, size): compared[task, f"{after(size)}: from {FEW} to {MANY} turns, less random play's gain"]
+        for task, size in agents
     }
-    above = [NAMES[task] for task, (gain, p) in gains.items() if gain.mean > 0 and p < SIGNIFICANT]
-    lead = f"**After RL it is shown on {listed(above)}.**" if above else "**Not shown after RL, either.**"
-    sentences = [lead]
-    for task, (gain, p) in gains.items():
-        agents = (after(shown[task]), RANDOM)
-        few, many = ([success(model, task, agent, turns) for agent in agents] for turns in (FEW, MANY))
+    above = [agent_name(*agent) for agent, (gain, p) in gains.items() if gain.mean > 0 and p < SIGNIFICANT]
+    sentences = [f"**After RL it is shown on {listed(above)}.**" if above else "**Not shown after RL, either.**"]
+    for task in dict.fromkeys(task for task, _ in agents):
+        chance = [success(model, task, RANDOM, turns) for turns in (FEW, MANY)]
+        gained, leads = [f"random play gains {chance[1] - chance[0]:.1f} points"], []
+        for size in model.trained_sizes(task):
+            few, many = (success(model, task, after(size), turns) for turns in (FEW, MANY))
+            gain, p = gains[task, size]
+            gained.append(f"the trained {size} model {many - few:.1f} (difference {gain.points}, p = {p:.2g})")
+            leads.append((few - chance[0], many - chance[1]))
+        by_turns = [listed(f"{lead:.1f}" for lead in column) for column in zip(*leads, strict=True)]
+        who = "It leads" if len(leads) == 1 else "They lead"
         sentences.append(
-            f"On {NAMES[task]} the trained {shown[task]} model gains {many[0] - few[0]:.1f} points and random play "
-            f"{many[1] - few[1]:.1f} (difference {gain.points}, p = {p:.2g}). It leads random play by "
-            f"{few[0] - few[1]:.1f} points under {FEW} turns and by {many[0] - many[1]:.1f} under {MANY}."
+            f"On {NAMES[task]} {listed(gained)}. {who} random play by {by_turns[0]} points under {FEW} turns and by "
+            f"{by_turns[1]} under {MANY}."
         )
     return " ".join(sentences)
 
 
 def facts(model: RealSizes, compared: Compared) -> list[str]:
     """Return the list items of the evidence page, none without trained agents."""
-    if not shown_agents(model):
+    if not trained_agents(model):
         return []
     return [
         *what_rl_changes(model, compared),
@@ -175,19 +188,19 @@ def what_rl_changes(model: RealSizes, compared: Compared) -> list[str]:
     jumps: list[str] = []
     slopes: list[str] = []
     uses: list[str] = []
-    for task, size in shown_agents(model).items():
+    for task, size in trained_agents(model):
         jump, p = compared[task, f"{after(size)}: {FEW} turns less {MANY} before RL"]
-        jumps.append(f"{jump.points} points on {NAMES[task]} (p = {p:.2g})")
+        jumps.append(f"{jump.points} points on {agent_name(task, size)[:-1]}, p = {p:.2g})")
         slope, p = compared[task, f"{after(size)}: from {FEW} to {MANY} turns, less before RL"]
-        slopes.append(f"{slope.with_interval} on {NAMES[task]} (p = {p:.2g})")
+        slopes.append(f"{slope.with_interval} on {agent_name(task, size)[:-1]}, p = {p:.2g})")
         use = [uses_of_turns(model, task, agent) for agent in (after(size), size)]
         shares = [f"{new:.0f}% ({old:.0f}%)" for new, old in zip(*use, strict=True)]
         uses.append(
-            f"on {NAMES[task]} the environment refuses {shares[0]} of the actions, {shares[1]} of the turns repeat an "
-            f"action in the same state, {shares[2]} of the episodes have no context left and {shares[3]} end in a cut "
-            "reply"
+            f"on {agent_name(task, size)} the environment refuses {shares[0]} of the actions, {shares[1]} of the turns "
+            f"repeat an action in the same state, {shares[2]} of the episodes have no context left and {shares[3]} "
+            "end in a cut reply"
             if not uses
-            else f"on {NAMES[task]} these are {listed(shares)}"
+            else f"on {agent_name(task, size)} these are {listed(shares)}"
         )
     return [
         f"- **{FEW} turns after RL beat {MANY} before**, by {listed(jumps)}. "
@@ -204,15 +217,15 @@ def uses_of_turns(model: RealSizes, task: str, agent: str) -> list[float]:
 
 
 def tries_against_turns(model: RealSizes, compared: Compared) -> list[str]:
-    shown = shown_agents(model)
+    agents = trained_agents(model)
     sentences = []
     for (turns, tries), lead in zip(SPLITS, ("the best of", "The best of"), strict=True):
         parts = []
-        for task, size in shown.items():
+        for task, size in agents:
             best, one = success(model, task, after(size), turns, tries), success(model, task, after(size), MANY)
             _, p = compared[task, tries_name(size, turns, tries)]
-            parts.append(f"{best:.1f}% of {NAMES[task]} (one of {MANY}: {one:.1f}%, p = {p:.2g})")
-        costs = listed(f"{cost_of_tries(model, t, after(size), turns, tries):.2f}" for t, size in shown.items())
+            parts.append(f"{best:.1f}% of {agent_name(task, size)[:-1]}; one of {MANY}: {one:.1f}%, p = {p:.2g})")
+        costs = listed(f"{cost_of_tries(model, t, after(size), turns, tries):.2f}" for t, size in agents)
         sentences.append(
             f"{lead} {number_word(tries)} tries of {turns} turns solves {listed(parts)}, with {costs} times the "
             "sampled tokens."
@@ -232,19 +245,32 @@ def size_against_turns(model: RealSizes, compared: Compared) -> list[str]:
     for task, (limit, runs) in model.suite.items():
         if SMALL not in model.trained_sizes(task):
             continue
-        seeds = f"({seeds_text(model.agents[task, after(SMALL)])}) to {LARGE} ({seeds_text(runs)})"
         few, some, many = (compared[task, size_name(turns)] for turns in (FEW, SOME, limit))
         trades = [compared[task, trade_name(turns)] for turns in (FEW, TURNS_A_TRY)]
-        gain, p = compared[task, f"{after(SMALL)}: from {FEW} to {MANY} turns, less random play's gain"]
+        limits = (FEW, TURNS_A_TRY, SOME, limit)
+        small, large = (
+            [100 * statistics.fmean(of_all_seeds(model, task, size, t).values()) for t in limits]
+            for size in (SMALL, LARGE)
+        )
+        chance = success(model, task, RANDOM, MANY)
+        ends = [100 * success_at(r, MANY) for r in model.agents[task, after(SMALL)]]
         items.append(
-            f"- **Size and turns after RL**: on {NAMES[task]} success changes from {SMALL} {seeds} by "
-            f"{few[0].points} points under {FEW} turns, {some[0].points} under {SOME} and {many[0].with_interval} "
-            f"under {limit} (p = {many[1]:.2g}). Turns less parameters: the {SMALL} model under {MANY} turns is "
-            f"{trades[0][0].with_interval} points above the {LARGE} model under {FEW} (p = {trades[0][1]:.2g}) and "
-            f"{trades[1][0].points} above it under {TURNS_A_TRY} (p = {trades[1][1]:.2g}). But the {SMALL} model's "
-            f"gain from {FEW} to {MANY} turns less random play's is {gain.points} (p = {p:.2g})."
+            f"- **Size and turns after RL**: on {NAMES[task]} {SMALL} ({seeds_text(ends)}) solves {shares_text(small)} "
+            f"under {listed(map(str, limits))} turns, {LARGE} (the {seeds_text(runs)} of the paper's table, in its own "
+            f"evaluation) {shares_text(large)}. {LARGE} less {SMALL} is {few[0].points} points under {FEW} turns, "
+            f"{some[0].points} under {SOME} and {many[0].with_interval} under {limit} (p = {many[1]:.2g}). Turns less "
+            f"parameters: {SMALL} under {MANY} turns solves {success(model, task, after(SMALL), MANY):.1f}% (by seed "
+            f"{shares_text(ends)}); less {LARGE} that is {trades[0][0].points} points under {FEW} (p = "
+            f"{trades[0][1]:.2g}) and {trades[1][0].points} under {TURNS_A_TRY} (p = {trades[1][1]:.2g}). But "
+            f"random play under {MANY} turns less {LARGE} is {signed((chance - large[0]) / 100)} points "
+            f"under {FEW} and {signed((chance - large[1]) / 100)} under {TURNS_A_TRY}."
         )
     return items
+
+
+def shares_text(percentages: Iterable[float]) -> str:
+    """Return `46.9, 56.6 and 66.7%`."""
+    return f"{listed(f'{share:.1f}' for share in percentages)}%"
 
 
 def seeds_text(seeds: Sized) -> str:
@@ -281,7 +307,7 @@ def weakest(model: RealSizes) -> bool:
     answers = []
     for task, (_, seeds) in model.suite.items():
         gains = {seed: statistics.fmean(_gain_by_item(model, task, seed).values()) for seed in seeds}
-        own = [record["seed"] for record in model.agents[task, after(shown_agents(model)[task])]]
+        own = [record["seed"] for record in model.agents[task, after(LARGE)]]
         answers.append(len(gains) > 1 and own == [min(gains, key=gains.__getitem__)])
     return all(answers)
 
@@ -298,7 +324,7 @@ def comparisons_table(compared: Compared) -> list[str]:
 def introduction(model: RealSizes) -> list[str]:
     """Return what was trained, for the details page."""
     agents = []
-    for task, size in [(name, size) for name in TASKS for size in model.trained_sizes(name)]:
+    for task, size in trained_agents(model):
         records = model.agents[task, after(size)]
         runs = [model.runs[name] for r in records if (name := r["config"]["agent"].get("run")) in model.runs]
         stages = {", ".join(map(str, run["config"]["horizon"]["turns"])) for run in runs}
@@ -325,36 +351,35 @@ def _length_of_small_runs(model: RealSizes) -> str:
         statistics.fmean(run[key] for run in runs) for key in ("steps", "sampled_tokens", "seconds")
     )
     return (
-        f" A run of {SMALL} has {steps:.0f} steps and {tokens / 1e6:.1f} million sampled tokens, and took "
-        f"{seconds / 60:.1f} minutes on one NVIDIA H200 that other runs used, too (means)."
+        f" On average a run of {SMALL} has {steps:.0f} steps and {tokens / 1e6:.1f} million sampled tokens and took "
+        f"{seconds / 60:.1f} minutes on an H200 that it shared with other runs."
     )
 
 
 def details(model: RealSizes) -> list[str]:
     """Return the list items of the details page."""
-    shown = shown_agents(model)
-    if not shown:
+    agents = trained_agents(model)
+    if not agents:
         return []
     equal, left = [], []
-    for task, size in shown.items():
+    for task, size in agents:
         for agent, when in ((size, "before RL"), (after(size), "after")):
             cost = {k: cost_of_tries(model, task, agent, TURNS_A_TRY, k) for k in range(1, TRIES + 1)}
             tries = max(k for k in cost if k == 1 or cost[k] <= 1)
             equal.append(
-                f"{NAMES[task]} {when}: {number_word(tries)} ({cost[tries]:.2f} times the tokens) "
+                f"{agent_name(task, size)} {when}: {number_word(tries)} ({cost[tries]:.2f} times the tokens) "
                 f"{success(model, task, agent, TURNS_A_TRY, tries):.1f}%, one of {MANY} turns "
                 f"{success(model, task, agent, MANY):.1f}%"
             )
         shares = [share_of_rest(model, task, agent) for agent in (after(size), RANDOM)]
-        left.append(f"{shares[0]:.0f}% on {NAMES[task]} (random play: {shares[1]:.0f}%)")
+        left.append(f"{shares[0]:.0f}% on {agent_name(task, size)[:-1]}; random play: {shares[1]:.0f}%)")
     items = [
         f"- **Tries that sample no more tokens** than one episode of {MANY} turns, as many of {TURNS_A_TRY} turns as "
         f"that allows. {'; '.join(equal)}.",
         f"- **An agent that starts higher has less to gain.** Of what {FEW} turns leave unsolved, {MANY} turns solve "
         f"after RL {listed(left)}.",
     ]
-    if "babyai" in shown:
-        items.append(_context(model, after(shown["babyai"])))
+    items += [_context(model, size) for task, size in agents if task == "babyai"]
     return [*items, *_evaluated_again(model)]
 
 
@@ -364,15 +389,16 @@ def share_of_rest(model: RealSizes, task: str, agent: str) -> float:
     return 100 * (many - few) / (100 - few)
 
 
-def _context(model: RealSizes, agent: str) -> str:
+def _context(model: RealSizes, size: str) -> str:
+    agent = after(size)
     rows = model.episodes["babyai", agent]
     lost, free = ended(rows, "max_context", MANY), without_context_limit(rows)
     gain, chance = (success(model, "babyai", a, MANY) - success(model, "babyai", a, FEW) for a in (agent, RANDOM))
     still = f" Even then the gain from {FEW} turns would be below random play's." if gain + lost < chance else ""
     return (
-        f"- **Context after RL**: without its limit success on BabyAI under {MANY} turns would be about {free:.1f}% "
-        f"(Kaplan–Meier, as above), and {success(model, 'babyai', agent, MANY) + lost:.1f}% if every episode that it "
-        f"ended succeeded.{still}"
+        f"- **Context after RL** ({size}): without its limit success on BabyAI under {MANY} turns would be about "
+        f"{free:.1f}% (Kaplan–Meier, as above), and {success(model, 'babyai', agent, MANY) + lost:.1f}% if every "
+        f"episode that it ended succeeded.{still}"
     )
 
 
@@ -380,7 +406,7 @@ def _evaluated_again(model: RealSizes) -> list[str]:
     """Return how far the evaluation of the paper's table lies from this one, for the same agents."""
     parts = []
     for task, (turns, seeds) in model.suite.items():
-        agent = after(shown_agents(model)[task])
+        agent = after(LARGE)
         if any(record["seed"] not in seeds for record in model.agents[task, agent]):
             continue
         here = solved_within(model.episodes[task, agent], turns)
@@ -390,4 +416,6 @@ def _evaluated_again(model: RealSizes) -> list[str]:
         parts.append(f"{first:.1f}% and {second:.1f}% on {NAMES[task]} under {turns} turns (p = {apart.p:.2g})")
     if not parts:
         return []
-    return [f"- **The same agents after RL in two evaluations**, here and in the paper's table: {listed(parts)}."]
+    return [
+        f"- **The same {LARGE} agents after RL in two evaluations**, here and in the paper's table: {listed(parts)}."
+    ]

@@ -26,7 +26,7 @@ from check_turns import turns_after_rl
 from page_numbers import ROOT, Pages, read_pages
 
 SETTINGS = (
-    "| trained model | Qwen2.5-3B and 7B, instruction-tuned | Qwen2.5-Coder-1.5B-Instruct,",
+    "| trained model | Qwen2.5-3B and 7B, instruction-tuned | Qwen2.5-Coder-1.5B-Instruct (0.5B",
     "| 350 planned; collapse from about 125 |",
     "| 5 → 8 → 10 to 10 → 20 → 30 |",
     "| KL term | 0.001 |",

@@ -75,6 +75,8 @@ class Trained:
     chance: Agent
 
 
+Agents = list[tuple[str, Trained]]
+"""Each trained model and its task."""
 Suite = dict[str, tuple[int, dict[int, Lines]]]
 """Limit of turns and episodes by seed of the agents after RL in the paper's table, by task."""
 
@@ -109,6 +111,10 @@ def read_suite(tasks: Iterable[str]) -> Suite:
     return suite
 
 
+def on(task: str, model: Trained) -> str:
+    return f"{TASKS[task]} ({model.size})"
+
+
 def joined(parts: Sequence[str], last: str = " and ") -> str:
     return last.join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
 
@@ -120,7 +126,7 @@ def turns_after_rl(pages: Pages) -> None:
         pages.require("The same after RL is not measured.", True)
         return
     suite = read_suite(models)
-    shown = {task: sizes[-1] for task, sizes in models.items()}
+    shown = [(task, model) for task, sizes in models.items() for model in sizes]
     same_games(pages, models)
     compared = comparisons(pages, models, suite)
     tables(pages, models, compared)
@@ -128,7 +134,8 @@ def turns_after_rl(pages: Pages) -> None:
     use_of_turns(pages, shown, compared)
     tries(pages, shown, compared)
     seeds(pages, models, suite, compared)
-    details(pages, shown, suite)
+    details(pages, shown)
+    evaluated_again(pages, {task: sizes[-1] for task, sizes in models.items()}, suite)
 
 
 def same_games(pages: Pages, models: dict[str, list[Trained]]) -> None:
@@ -154,7 +161,7 @@ def same_games(pages: Pages, models: dict[str, list[Trained]]) -> None:
             horizons.append(trained_under(pages, f"{TASKS[task]}, {model.size}", model.after.records, runs))
     small = [runs[r["config"]["agent"]["run"]] for r in models["babyai"][0].after.records]
     pages.expect(
-        "A run of 0.5B has # steps and # million sampled tokens, and took # minutes on one",
+        "On average a run of 0.5B has # steps and # million sampled tokens and took # minutes on",
         *(mean(r["steps"] for r in small), mean(r["sampled_tokens"] for r in small) / 1e6),
         mean(r["seconds"] for r in small) / 60,
     )
@@ -223,13 +230,13 @@ def sizes_apart(
     def large(turns: int) -> Rates:
         return by_item([solved_within(rows, turns) for rows in runs.values()])
 
-    name = f"{TASKS[task]}, after RL"
+    name = f"{TASKS[task]}, after RL, all seeds"
     found = {
-        f"{name}, from 0.5B to 1.5B under {t} turns": (less(large(t), solved_within(small.episodes, t)), unit)
+        f"{name}: from 0.5B to 1.5B under {t} turns": (less(large(t), solved_within(small.episodes, t)), unit)
         for t in (4, 16, limit)
     }
     return found | {
-        f"{name}, 0.5B under 32 turns less 1.5B under {t}": (less(small.rates(32), large(t)), unit) for t in (4, 8)
+        f"{name}: 0.5B under 32 turns less 1.5B under {t}": (less(small.rates(32), large(t)), unit) for t in (4, 8)
     }
 
 
@@ -256,35 +263,42 @@ def tables(pages: Pages, models: dict[str, list[Trained]], compared: Compared) -
             pages.expect(f"{row} #%, # | #%, # | #%, # |", *values)
 
 
-def verdict(pages: Pages, shown: dict[str, Trained], compared: Compared) -> None:
+def verdict(pages: Pages, shown: Agents, compared: Compared) -> None:
     over = {
-        task: compared[f"{TASKS[task]}, {m.size} after RL: from 4 to 32 turns, less random play's gain"]
-        for task, m in shown.items()
+        (task, m.size): compared[f"{TASKS[task]}, {m.size} after RL: from 4 to 32 turns, less random play's gain"]
+        for task, m in shown
     }
     holds = not any(mean(d) > 0 and p < 0.05 for d, _, p in over.values())
     pages.require("**Not shown after RL, either.**", holds)
     pages.require("**not shown** for real models, before or after RL |", holds)
-    for task, m in shown.items():
-        leads = [m.after.success(t) - m.chance.success(t) for t in (4, 32)]
-        d, _, p = over[task]
+    for task in dict.fromkeys(task for task, _ in shown):
+        sizes = [m for t, m in shown if t == task]
+        parts, values = ["random play gains # points"], [points(sizes[0].chance.gain())]
+        for m in sizes:
+            d, _, p = over[task, m.size]
+            parts.append(f"the trained {m.size} model # (difference #, p = #)")
+            values += [points(m.after.gain()), points(d), p]
+        leads = [[m.after.success(t) - m.chance.success(t) for m in sizes] for t in (4, 32)]
+        places = joined(["#"] * len(sizes))
+        who = "It leads" if len(sizes) == 1 else "They lead"
         pages.expect(
-            f"On {TASKS[task]} the trained {m.size} model gains # points and random play # (difference #, p = #). It "
-            "leads random play by # points under # turns and by # under #.",
-            *(points(m.after.gain()), points(m.chance.gain()), points(d), p, leads[0], 4, leads[1], 32),
+            f"On {TASKS[task]} {joined(parts)}. {who} random play by {places} points under # turns and by {places} "
+            "under #.",
+            *(*values, *leads[0], 4, *leads[1], 32),
         )
 
 
-def use_of_turns(pages: Pages, shown: dict[str, Trained], compared: Compared) -> None:
+def use_of_turns(pages: Pages, shown: Agents, compared: Compared) -> None:
     """Check what RL changes at equal turns and in the use of turns."""
     jumps, slopes, numbers, changes = [], [], [4.0, 32.0], []
     beats = []
-    for task, m in shown.items():
+    for task, m in shown:
         d, _, p = compared[f"{TASKS[task]}, {m.size} after RL: 4 turns less 32 before RL"]
-        jumps.append(f"# points on {TASKS[task]} (p = #)")
+        jumps.append(f"# points on {on(task, m)[:-1]}, p = #)")
         numbers += [points(d), p]
         beats.append(mean(d) > 0 and p < 0.05)
         d, _, p = compared[f"{TASKS[task]}, {m.size} after RL: from 4 to 32 turns, less before RL"]
-        slopes.append(f"# (# to #) on {TASKS[task]} (p = #)")
+        slopes.append(f"# (# to #) on {on(task, m)[:-1]}, p = #)")
         changes += [points(d), *bootstrap(d), p]
     pages.expect(
         f"**# turns after RL beat # before**, by {joined(jumps)}. RL changes the gain from # to # turns by "
@@ -294,29 +308,39 @@ def use_of_turns(pages: Pages, shown: dict[str, Trained], compared: Compared) ->
     pages.require("turns after RL beat", all(beats))
     texts: list[str] = []
     shares: list[Value] = []
-    for task, m in shown.items():
+    for task, m in shown:
         for measure in (
             refusals,
-            repeats,
+            repeats_by_seed,
             *(lambda rows, stop=s: cut(rows, stop, 32) for s in ("max_context", "length")),
         ):
             shares += [measure(a.episodes) for a in (m.after, m.before)]
         texts.append(
-            f"on {TASKS[task]} these are #% (#%), #% (#%), #% (#%) and #% (#%)"
+            f"on {on(task, m)} these are #% (#%), #% (#%), #% (#%) and #% (#%)"
             if texts
-            else f"on {TASKS[task]} the environment refuses #% (#%) of the actions, #% (#%) of the turns repeat an "
+            else f"on {on(task, m)} the environment refuses #% (#%) of the actions, #% (#%) of the turns repeat an "
             "action in the same state, #% (#%) of the episodes have no context left and #% (#%) end in a cut reply"
         )
     pages.expect(f"**How turns are used after RL** (before): {'; '.join(texts)}.", *shares)
 
 
-def tries(pages: Pages, shown: dict[str, Trained], compared: Compared) -> None:
+def repeats_by_seed(rows: Lines) -> float:
+    """Return the share of looping turns, averaged over seeds, which lie one after the other."""
+    seeds: list[Lines] = [[]]
+    for row in rows:
+        if seeds[-1] and (row["item"], row["sample"]) == (rows[0]["item"], rows[0]["sample"]):
+            seeds.append([])
+        seeds[-1].append(row)
+    return mean(map(repeats, seeds))
+
+
+def tries(pages: Pages, shown: Agents, compared: Compared) -> None:
     """Check several tries against one long episode after RL, and tries that sample no more tokens."""
     for turns, k in SPLITS:
         parts, values, costs = [], [float(turns)], []
-        for task, m in shown.items():
+        for task, m in shown:
             _, _, p = compared[f"{TASKS[task]}, {m.size} after RL: best of {k} tries of {turns} turns less one of 32"]
-            parts.append(f"#% of {TASKS[task]} (one of #: #%, p = #)")
+            parts.append(f"#% of {on(task, m)[:-1]}; one of #: #%, p = #)")
             values += [m.after.success(turns, k), 32, m.after.success(32), p]
             costs.append(m.after.cost(turns, k))
         pages.expect(
@@ -324,14 +348,14 @@ def tries(pages: Pages, shown: dict[str, Trained], compared: Compared) -> None:
             "sampled tokens.",
             *(*values, *costs),
         )
-    ahead = [mean(less(m.after.rates(8, 4), m.after.rates(32))) > 0 for m in shown.values()]
+    ahead = [mean(less(m.after.rates(8, 4), m.after.rates(32))) > 0 for _, m in shown]
     pages.require("**After RL, tries of 8 turns do not beat one of 32**", not any(ahead))
     pages.accept("**After RL, tries of 8 turns do not beat one of 32**")
     parts, values = [], []
-    for task, m in shown.items():
+    for task, m in shown:
         for agent, when in ((m.before, "before RL"), (m.after, "after")):
             k = max(k for k in range(1, 5) if agent.cost(8, k) <= 1)
-            parts.append(f"{TASKS[task]} {when}: {WORDS[k]} (# times the tokens) #%, one of # turns #%")
+            parts.append(f"{on(task, m)} {when}: {WORDS[k]} (# times the tokens) #%, one of # turns #%")
             values += [agent.cost(8, k), agent.success(8, k), 32, agent.success(32)]
     pages.expect(f"than one episode of # turns, as many of # turns as that allows. {'; '.join(parts)}.", 32, 8, *values)
 
@@ -368,43 +392,64 @@ def seeds(pages: Pages, models: dict[str, list[Trained]], suite: Suite, compared
 
 
 def size_against_turns(pages: Pages, models: dict[str, list[Trained]], suite: Suite, compared: Compared) -> None:
-    """Check the sentences about both sizes after RL on BabyAI."""
+    """Check the sentences about both sizes after RL on BabyAI, and that both were evaluated in the same way."""
     limit, runs = suite["babyai"]
-    small = models["babyai"][0].after.records
-    start = "BabyAI, after RL, "
+    small, chance = models["babyai"][0].after, models["babyai"][0].chance
+    of_table = [r for r in load("qwen-babyai") if r["arm"] == "staged" and "outcomes" in r]
+    ways = [
+        (c["samples"], c["temperature"], c["max_new_tokens"], c["dtype"], [t | {"max_turns": 0} for t in c["tasks"]])
+        for c in (r["config"] for r in (*small.records, *of_table))
+    ]
+    pages.require("**Size and turns after RL**", all(way == ways[0] for way in ways))
+    pages.accept("**Size and turns after RL**")
+    start = "BabyAI, after RL, all seeds: "
     few, some, many = (compared[f"{start}from 0.5B to 1.5B under {t} turns"] for t in (4, 16, limit))
     trades = [compared[f"{start}0.5B under 32 turns less 1.5B under {t}"] for t in (4, 8)]
-    gain = compared["BabyAI, 0.5B after RL: from 4 to 32 turns, less random play's gain"]
-    seeds_of = [f"{WORDS[len(group)]} seeds" for group in (small, runs)]
+    limits = (4, 8, 16, limit)
+    own = [points(solved_within(small.episodes, t).values()) for t in limits]
+    large = [mean(points(solved_within(rows, t).values()) for rows in runs.values()) for t in limits]
+    ends = [points(item_rates(r, 32).values()) for r in small.records]
+    counts = [f"{WORDS[len(group)]} seeds" for group in (small.records, runs)]
     pages.expect(
-        f"on BabyAI success changes from 0.5B ({seeds_of[0]}) to 1.5B ({seeds_of[1]}) by # points under # turns, "
-        "# under # and # (# to #) under # (p = #). Turns less parameters: the 0.5B model under # turns is # (# to #) "
-        "points above the 1.5B model under # (p = #) and # above it under # (p = #). But the 0.5B model's gain from # "
-        "to # turns less random play's is # (p = #).",
-        *(points(few[0]), 4, points(some[0]), 16, points(many[0]), *bootstrap(many[0]), limit, many[2]),
-        *(32, points(trades[0][0]), *bootstrap(trades[0][0]), 4, trades[0][2], points(trades[1][0]), 8, trades[1][2]),
-        *(4, 32, points(gain[0]), gain[2]),
+        f"on BabyAI 0.5B ({counts[0]}) solves #, #, # and #% under #, #, # and # turns, 1.5B (the {counts[1]} of the "
+        "paper's table, in its own evaluation) #, #, # and #%. 1.5B less 0.5B is # points under # turns, # under # and "
+        "# (# to #) under # (p = #). Turns less parameters: 0.5B under # turns solves #% (by seed "
+        f"{joined(['#'] * len(ends))}%); less 1.5B that is # points under # (p = #) and # under # (p = #). But random "
+        "play under # turns less 1.5B is # points under # and # under #.",
+        *(*own, *limits, *large, points(few[0]), 4, points(some[0]), 16, points(many[0]), *bootstrap(many[0])),
+        *(limit, many[2], 32, small.success(32), *ends, points(trades[0][0]), 4, trades[0][2]),
+        *(
+            points(trades[1][0]),
+            8,
+            trades[1][2],
+            32,
+            chance.success(32) - large[0],
+            4,
+            chance.success(32) - large[1],
+            8,
+        ),
     )
 
 
-def details(pages: Pages, shown: dict[str, Trained], suite: Suite) -> None:
+def details(pages: Pages, shown: Agents) -> None:
     """Check what is left to gain, what context costs, and the second evaluation of the same agents."""
     parts, values = [], []
-    for task, m in shown.items():
+    for task, m in shown:
         shares = [100 * points(a.gain()) / (100 - a.success(4)) for a in (m.after, m.chance)]
-        parts.append(f"#% on {TASKS[task]} (random play: #%)")
+        parts.append(f"#% on {on(task, m)[:-1]}; random play: #%)")
         values += shares
     pages.expect(f"Of what # turns leave unsolved, # turns solve after RL {joined(parts)}.", 4, 32, *values)
-    context(pages, shown["babyai"])
-    evaluated_again(pages, shown, suite)
+    for task, m in shown:
+        if task == "babyai":
+            context(pages, m)
 
 
 def context(pages: Pages, babyai: Trained) -> None:
     lost = cut(babyai.after.episodes, "max_context", 32)
     most = babyai.after.success(32) + lost
     pages.expect(
-        "without its limit success on BabyAI under # turns would be about #% (Kaplan–Meier, as above), and #% if every "
-        "episode that it ended succeeded. Even then the gain from # turns",
+        f"**Context after RL** ({babyai.size}): without its limit success on BabyAI under # turns would be about #% "
+        "(Kaplan–Meier, as above), and #% if every episode that it ended succeeded. Even then the gain from # turns",
         *(32, without_context(babyai.after.episodes), most, 4),
     )
     below = most - babyai.after.success(4) < points(babyai.chance.gain())
@@ -419,7 +464,7 @@ def evaluated_again(pages: Pages, shown: dict[str, Trained], suite: Suite) -> No
         again = [r for r in load(f"qwen-{task}") if r["arm"] == "staged" and "outcomes" in r]
         weights = {r["seed"]: r["config"]["agent"]["weights"] for r in again}
         same = all(weights[r["seed"]] == r["config"]["agent"]["weights"] for r in agent.records)
-        pages.require("**The same agents after RL in two evaluations**", same)
+        pages.require("**The same 1.5B agents after RL in two evaluations**", same)
         here = solved_within(agent.episodes, turns)
         there = by_item([solved_within(runs[r["seed"]], turns) for r in agent.records])
         parts.append(f"#% and #% on {TASKS[task]} under # turns (p = #)")

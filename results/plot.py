@@ -292,6 +292,7 @@ def real_model(task: str, records: list[Record], out: Path, size: str = "1.5B") 
 
 def small_model(records: list[Record], out: Path) -> list[str]:
     """Return the tables of the 0.5B model's horizons, with the verdict of results/qwen-babyai-0.5B/PROTOCOL.md."""
+    records = [r for r in records if r["seed"] in SMALL_SEEDS]
     lines = real_model("babyai", records, out, size="0.5B")
     return [*lines, "", *collapse.report_of(records, "babyai", ("staged", "fixed-long"), len(SMALL_SEEDS))]
 

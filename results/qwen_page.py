@@ -44,7 +44,7 @@ BARS = {
     "staged": (HORIZONS["staged"], "after"),
 }
 """Colour and label of the bars by depth."""
-NUMBER_WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven")
+NUMBER_WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight")
 SMOOTHED = 5
 """Steps of training averaged into a point."""
 LAST_STEPS = 10

@@ -56,6 +56,8 @@ ENDINGS = {
     "length": ("#c2410c", "reply cut"),
 }
 """Colour and label of the ways in which an episode ends."""
+UNSOLVED = "#1f2933"
+"""Colour of episodes that the environment ended without success."""
 
 
 def read(results: Path) -> RealSizes | None:
@@ -171,8 +173,8 @@ def caption(model: RealSizes) -> str:
     seeds = f" ({listed(several)})" if several else ""
     return (
         f"*One evaluation each{seeds}: {items[0]} items of BabyAI, {items[1]} of TextCraft, "
-        f"{number_word(config['samples'])} "
-        f"samples. Dashed: before RL. Right: how episodes under {MANY} turns end; a reply ends at "
+        f"{number_word(config['samples'])} samples. Dashed: before RL; bars: lowest to highest seed. Right: how "
+        f"episodes under {MANY} turns end; a reply ends at "
         f"{config['max_new_tokens']} tokens, an episode at {context:,}. p is over all {families} "
         "([details](evidence-details.md#c-real-models-before-and-after-rl)).*"
     )
@@ -369,10 +371,11 @@ def draw_endings(axes: Any, model: RealSizes) -> None:
         ]
         axes.barh(heights, shares, 0.75, left=left, color=colour, label=label)
         left = [start + share for start, share in zip(left, shares, strict=True)]
+    axes.barh(heights, [1 - start for start in left], 0.75, left=left, color=UNSOLVED, label="over, not solved")
     axes.set_yticks(heights, [f"{NAMES[task]}, {agent}" for task, agent in bars])
     axes.set_xlim(0, 1)
     axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f}%")
     axes.set_xlabel("share of episodes", fontsize=9, color=INK)
     axes.grid(axis="y", visible=False)
     set_title(axes, f"how episodes under {MANY} turns end")
-    draw_legend(axes, len(ENDINGS))
+    draw_legend(axes, 3)

@@ -52,7 +52,7 @@ def test_some_seeds_are_shown_without_a_verdict(study: Path) -> None:
     write(study, "fixed-long", SMALL_SEEDS[2], 0.6, tokens=2000)
     write(study, "fixed-short", SMALL_SEEDS[2], 0.5)
     written = text(study)
-    assert "no verdict before seven seeds; with three: not shown. 0 of 3 runs of fixed-long collapsed." in written
+    assert "no verdict before eight seeds; with three: not shown. 0 of 3 runs of fixed-long collapsed." in written
     assert "| success at the end | 80.0% | 60.0% | +20.0 (+20.0 to +20.0) | 0.75 |" in written
     assert "| mean success at equal processed tokens | 40.0% | 15.0% | +25.0 (+25.0 to +25.0) | 0.75 |" in written
     assert "staged less fixed-short +30.0 (+0.0 to +60.0), p = 0.25 (one seed)" in written
@@ -65,4 +65,4 @@ def test_all_seeds_have_a_verdict(study: Path) -> None:
         write(study, "staged", seed, 0.8)
         write(study, "fixed-long", seed, 0.6, tokens=2000)
     assert "By the rule written before the runs: **staging helps**." in text(study)
-    assert "| seven seeds | staged | fixed-long |" in text(study)
+    assert "| eight seeds | staged | fixed-long |" in text(study)

@@ -137,7 +137,10 @@ def test_trained_agents_have_rows_and_comparisons_of_their_own(results: Path, tm
     assert gain.p <= p
     text = plain(model)
     assert "| BabyAI: Qwen2.5-Coder-1.5B after RL | 20.0% | 30.0% | 50.0% |" in text
-    assert "**Not shown after RL, either.** On BabyAI the trained 1.5B model gains 30.0 points" in text
+    assert (
+        "**Not shown after RL, either.** On BabyAI random play gains 80.0 points and the trained 1.5B model 30.0"
+        in text
+    )
     assert f"apart from them, over all {len(compared)} after RL" in text
     evaluated = "1.5B on BabyAI (one seed) and 1.5B on TextCraft (one seed), so parameters cannot be compared."
     assert f"**Evaluated after RL**: {evaluated}" in text
@@ -152,7 +155,7 @@ def test_a_gain_above_random_plays_is_shown(results: Path) -> None:
         write_agent(study, task, "staged 1.5B", solved_in(dict.fromkeys(range(10), 20)))
     model = real_sizes.read(results)
     assert model is not None
-    assert "**After RL it is shown on BabyAI and TextCraft.**" in plain(model)
+    assert "**After RL it is shown on BabyAI (1.5B) and TextCraft (1.5B).**" in plain(model)
 
 
 def test_more_seeds_are_averaged_and_more_sizes_named(results: Path) -> None:
@@ -166,7 +169,7 @@ def test_more_seeds_are_averaged_and_more_sizes_named(results: Path) -> None:
     text = plain(model)
     assert "**Evaluated after RL**: 0.5B on TextCraft (one seed) and 1.5B on BabyAI (two seeds)." in text
     assert "(1.5B after RL: two seeds)" in text
-    assert "On TextCraft the trained 0.5B model gains 0.0 points" in text
+    assert "On TextCraft random play gains 80.0 points and the trained 0.5B model 0.0" in text
     assert "| TextCraft: Qwen2.5-Coder-0.5B after RL | 10.0% |" in text
 
 
@@ -196,15 +199,17 @@ def test_two_sizes_after_rl_are_compared_with_all_seeds_of_the_papers_table(resu
     assert model is not None
     points = {name: c.points for (_, name), (c, _) in after_rl.by_name(model).items() if name.startswith("after RL")}
     assert points == {
-        "after RL, from 0.5B to 1.5B under 4 turns": "+5.0",
-        "after RL, from 0.5B to 1.5B under 16 turns": "+5.0",
-        "after RL, from 0.5B to 1.5B under 20 turns": "+0.0",
-        "after RL, 0.5B under 32 turns less 1.5B under 4": "+25.0",
-        "after RL, 0.5B under 32 turns less 1.5B under 8": "+25.0",
+        "after RL, all seeds: from 0.5B to 1.5B under 4 turns": "+5.0",
+        "after RL, all seeds: from 0.5B to 1.5B under 16 turns": "+5.0",
+        "after RL, all seeds: from 0.5B to 1.5B under 20 turns": "+0.0",
+        "after RL, all seeds: 0.5B under 32 turns less 1.5B under 4": "+25.0",
+        "after RL, all seeds: 0.5B under 32 turns less 1.5B under 8": "+25.0",
     }
     text = plain(model)
-    assert "success changes from 0.5B (two seeds) to 1.5B (two seeds) by +5.0 points under 4 turns" in text
-    assert "the 0.5B model under 32 turns is +25.0" in text
+    assert "on BabyAI 0.5B (two seeds) solves 10.0, 10.0, 10.0 and 30.0% under 4, 8, 16 and 20 turns" in text
+    assert "1.5B less 0.5B is +5.0 points under 4 turns" in text
+    assert "0.5B under 32 turns solves 40.0% (by seed 40.0 and 40.0%); less 1.5B that is +25.0 points under 4" in text
+    assert "random play under 32 turns less 1.5B is +85.0 points under 4" in text
 
 
 def suite_record(arm: str, task: str, success: str) -> dict[str, Any]:
