@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import verifiers as vf
@@ -19,7 +20,7 @@ def load_environment(num_rows: int = 8, rubric: str = "exact") -> vf.Environment
         return float(str(completion[-1]["content"]).strip() == answer)
 
     async def short(completion: Any) -> float:
-        return float(len(str(completion[-1]["content"])) < 5)
+        return float(re.fullmatch(r"\s*[0-9]{1,3}\s*", str(completion[-1]["content"])) is not None)
 
     def broken(completion: Any) -> float:
         raise RuntimeError("no such file")
