@@ -6,10 +6,10 @@ The comparisons were chosen after the records were seen. Holm's correction is ov
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator
 
 from jobs import RANDOM
-from qwen_page import listed, number_word
+from qwen_page import listed, number_word, seeds_text
 from records import success_at
 from tables import holm
 from turn_limits import (
@@ -138,9 +138,9 @@ def trained_agents(model: RealSizes) -> list[tuple[str, str]]:
     return [(task, size) for task in TASKS for size in model.trained_sizes(task)]
 
 
-def agent_name(task: str, size: str) -> str:
-    """Return `BabyAI (0.5B)`."""
-    return f"{NAMES[task]} ({size})"
+def agent_name(task: str, size: str, note: str = "") -> str:
+    """Return `BabyAI (0.5B)`, with a note in the brackets."""
+    return f"{NAMES[task]} ({size}{note})"
 
 
 def verdict(model: RealSizes, compared: Compared) -> str:
@@ -190,9 +190,9 @@ def what_rl_changes(model: RealSizes, compared: Compared) -> list[str]:
     uses: list[str] = []
     for task, size in trained_agents(model):
         jump, p = compared[task, f"{after(size)}: {FEW} turns less {MANY} before RL"]
-        jumps.append(f"{jump.points} points on {agent_name(task, size)[:-1]}, p = {p:.2g})")
+        jumps.append(f"{jump.points} points on {agent_name(task, size, f', p = {p:.2g}')}")
         slope, p = compared[task, f"{after(size)}: from {FEW} to {MANY} turns, less before RL"]
-        slopes.append(f"{slope.with_interval} on {agent_name(task, size)[:-1]}, p = {p:.2g})")
+        slopes.append(f"{slope.with_interval} on {agent_name(task, size, f', p = {p:.2g}')}")
         use = [uses_of_turns(model, task, agent) for agent in (after(size), size)]
         shares = [f"{new:.0f}% ({old:.0f}%)" for new, old in zip(*use, strict=True)]
         uses.append(
@@ -224,7 +224,8 @@ def tries_against_turns(model: RealSizes, compared: Compared) -> list[str]:
         for task, size in agents:
             best, one = success(model, task, after(size), turns, tries), success(model, task, after(size), MANY)
             _, p = compared[task, tries_name(size, turns, tries)]
-            parts.append(f"{best:.1f}% of {agent_name(task, size)[:-1]}; one of {MANY}: {one:.1f}%, p = {p:.2g})")
+            note = f"; one of {MANY}: {one:.1f}%, p = {p:.2g}"
+            parts.append(f"{best:.1f}% of {agent_name(task, size, note)}")
         costs = listed(f"{cost_of_tries(model, t, after(size), turns, tries):.2f}" for t, size in agents)
         sentences.append(
             f"{lead} {number_word(tries)} tries of {turns} turns solves {listed(parts)}, with {costs} times the "
@@ -271,11 +272,6 @@ def size_against_turns(model: RealSizes, compared: Compared) -> list[str]:
 def shares_text(percentages: Iterable[float]) -> str:
     """Return `46.9, 56.6 and 66.7%`."""
     return f"{listed(f'{share:.1f}' for share in percentages)}%"
-
-
-def seeds_text(seeds: Sized) -> str:
-    """Return `one seed` or `three seeds`."""
-    return f"{number_word(len(seeds))} seed{'s' if len(seeds) > 1 else ''}"
 
 
 def seeds_apart(model: RealSizes, compared: Compared) -> list[str]:
@@ -372,7 +368,7 @@ def details(model: RealSizes) -> list[str]:
                 f"{success(model, task, agent, MANY):.1f}%"
             )
         shares = [share_of_rest(model, task, agent) for agent in (after(size), RANDOM)]
-        left.append(f"{shares[0]:.0f}% on {agent_name(task, size)[:-1]}; random play: {shares[1]:.0f}%)")
+        left.append(f"{shares[0]:.0f}% on {agent_name(task, size, f'; random play: {shares[1]:.0f}%')}")
     items = [
         f"- **Tries that sample no more tokens** than one episode of {MANY} turns, as many of {TURNS_A_TRY} turns as "
         f"that allows. {'; '.join(equal)}.",

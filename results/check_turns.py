@@ -111,8 +111,8 @@ def read_suite(tasks: Iterable[str]) -> Suite:
     return suite
 
 
-def on(task: str, model: Trained) -> str:
-    return f"{TASKS[task]} ({model.size})"
+def on(task: str, model: Trained, note: str = "") -> str:
+    return f"{TASKS[task]} ({model.size}{note})"
 
 
 def joined(parts: Sequence[str], last: str = " and ") -> str:
@@ -294,11 +294,11 @@ def use_of_turns(pages: Pages, shown: Agents, compared: Compared) -> None:
     beats = []
     for task, m in shown:
         d, _, p = compared[f"{TASKS[task]}, {m.size} after RL: 4 turns less 32 before RL"]
-        jumps.append(f"# points on {on(task, m)[:-1]}, p = #)")
+        jumps.append(f"# points on {on(task, m, ', p = #')}")
         numbers += [points(d), p]
         beats.append(mean(d) > 0 and p < 0.05)
         d, _, p = compared[f"{TASKS[task]}, {m.size} after RL: from 4 to 32 turns, less before RL"]
-        slopes.append(f"# (# to #) on {on(task, m)[:-1]}, p = #)")
+        slopes.append(f"# (# to #) on {on(task, m, ', p = #')}")
         changes += [points(d), *bootstrap(d), p]
     pages.expect(
         f"**# turns after RL beat # before**, by {joined(jumps)}. RL changes the gain from # to # turns by "
@@ -340,7 +340,7 @@ def tries(pages: Pages, shown: Agents, compared: Compared) -> None:
         parts, values, costs = [], [float(turns)], []
         for task, m in shown:
             _, _, p = compared[f"{TASKS[task]}, {m.size} after RL: best of {k} tries of {turns} turns less one of 32"]
-            parts.append(f"#% of {on(task, m)[:-1]}; one of #: #%, p = #)")
+            parts.append(f"#% of {on(task, m, '; one of #: #%, p = #')}")
             values += [m.after.success(turns, k), 32, m.after.success(32), p]
             costs.append(m.after.cost(turns, k))
         pages.expect(
@@ -436,7 +436,7 @@ def details(pages: Pages, shown: Agents) -> None:
     parts, values = [], []
     for task, m in shown:
         shares = [100 * points(a.gain()) / (100 - a.success(4)) for a in (m.after, m.chance)]
-        parts.append(f"#% on {on(task, m)[:-1]}; random play: #%)")
+        parts.append(f"#% on {on(task, m, '; random play: #%')}")
         values += shares
     pages.expect(f"Of what # turns leave unsolved, # turns solve after RL {joined(parts)}.", 4, 32, *values)
     for task, m in shown:

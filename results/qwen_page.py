@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -87,6 +87,11 @@ def read(results: Path) -> RealModel:
 
 def number_word(number: int) -> str:
     return NUMBER_WORDS[number] if number < len(NUMBER_WORDS) else str(number)
+
+
+def seeds_text(seeds: Sized) -> str:
+    """Return `one seed` or `three seeds`."""
+    return f"{number_word(len(seeds))} seed{'' if len(seeds) == 1 else 's'}"
 
 
 def listed(parts: Iterable[str]) -> str:

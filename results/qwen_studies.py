@@ -39,6 +39,8 @@ QWEN_SAMPLES = {"textcraft": 4, "babyai": 4, "searchqa": 2, "sciworld": 2, "weba
 SMALL_SEEDS = tuple(range(3, 11))
 """Seeds of the 0.5B model's horizons. Those before were known when the rule was written."""
 ADAPTIVE_SEEDS = SMALL_SEEDS[:3]
+INTERACTION_SEEDS = {("babyai", "0.5B"): 3}
+"""Seeds of the agents after RL in claim C, by task and size, where there is more than one."""
 QWEN_SIZES = {"135M": f"{PRETRAINED}-135M", "0.5B": f"{PRETRAINED}-0.5B", "1.5B": PRETRAINED}
 """Placeholders of the models of claim C: SmolLM2-135M-Instruct and Qwen2.5-Coder-0.5B- and -1.5B-Instruct."""
 
@@ -139,7 +141,7 @@ def qwen_interaction(seeds: list[int] | None) -> list[Job]:
         jobs.append(on_suite(f"turns-random-{task}-27", "random", RANDOM, task, 0, turns=turns))
         for size, model in QWEN_SIZES.items():
             jobs.append(base_on_suite(f"turns-qwen-base-{task}-{size}", model, f"base {size}", task, turns))
-            for seed in seeds if seeds is not None else range(3 if (task, size) == ("babyai", "0.5B") else 1):
+            for seed in seeds if seeds is not None else range(INTERACTION_SEEDS.get((task, size), 1)):
                 run = qwen_run(task, "staged", seed, size)
                 arm, name = f"staged {size}", f"turns-qwen-staged-{task}-{size}-{seed}"
                 jobs += [run, on_suite(name, f"{{{run.name}}}", arm, task, seed, turns=turns)]

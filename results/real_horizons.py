@@ -12,7 +12,7 @@ from pathlib import Path
 from collapse import compare, gain_of, mean_until, pairs_of, verdict
 from collapse_page import ROWS, adjusted, arms_of, falls, interval
 from paper import by_task_and_arm, mean_item_rates
-from qwen_page import listed, number_word, wrapped
+from qwen_page import listed, number_word, seeds_text, wrapped
 from qwen_studies import SMALL_SEEDS
 from records import Record, read_records, runs_of, turns_of
 from turn_limits import less, signed
@@ -27,9 +27,9 @@ OTHERS = (("staged", "fixed-short"), ("adaptive", "fixed-long"))
 """Comparisons without a verdict."""
 
 
-def read(results: Path) -> list[Record]:
+def of_rule(records: Sequence[Record]) -> list[Record]:
     """Return the records of the rule's seeds. Staged runs of earlier seeds were known when it was written."""
-    return [r for r in read_records(results, STUDY) if r["seed"] in SMALL_SEEDS]
+    return [r for r in records if r["seed"] in SMALL_SEEDS]
 
 
 def claim(records: Sequence[Record]) -> str:
@@ -37,7 +37,7 @@ def claim(records: Sequence[Record]) -> str:
     by_rule = verdict(compare(pairs), gain_of(records, TASK))
     long = arms_of(pairs)[1]
     if len(pairs) < len(SMALL_SEEDS):
-        text = f"The rule written before the runs gives no verdict before {number_word(len(SMALL_SEEDS))} seeds"
+        text = f"The rule written before the runs gives no verdict before {seeds_text(SMALL_SEEDS)}"
         text += f"; with {number_word(len(pairs))}: {by_rule}."
     else:
         text = f"By the rule written before the runs: **{by_rule}**."
@@ -67,7 +67,7 @@ def table(records: Sequence[Record]) -> list[str]:
     pairs = pairs_of(records, TASK, *ARMS)
     outcomes = compare(pairs)
     heads = f"{' | '.join(ARMS)} | difference (95% interval over seeds) | p, Holm"
-    lines = [f"| {number_word(len(pairs))} seeds | {heads} |", "|---|---|---|---|---|"]
+    lines = [f"| {seeds_text(pairs)} | {heads} |", "|---|---|---|---|---|"]
     for outcome in outcomes:
         rates = [f"{100 * value:.1f}%" for value in (outcome.first, outcome.second)]
         cells = [*rates, interval(outcome.differences)]
@@ -86,9 +86,8 @@ def at_the_end(records: Sequence[Record], first: str, second: str) -> str:
         return ""
     apart = less(*(mean_item_rates([arm[seed] for seed in seeds]) for arm in by_seed))
     low, high = mean_interval(apart)
-    number = f"{number_word(len(seeds))} seed{'s' if len(seeds) > 1 else ''}"
     gap = f"{signed(statistics.fmean(apart))} ({signed(low)} to {signed(high)}), p = {sign_flip_test(apart):.2g}"
-    return f"{first} less {second} {gap} ({number})"
+    return f"{first} less {second} {gap} ({seeds_text(seeds)})"
 
 
 def mean_over_steps(run: Record) -> float:
@@ -117,7 +116,7 @@ def facts(records: Sequence[Record]) -> list[str]:
 
 def texts(results: Path) -> dict[str, str]:
     """Return the generated part of docs/results/evidence.md by name, empty before some seeds have run."""
-    records = read(results)
+    records = of_rule(read_records(results, STUDY))
     if len(pairs_of(records, TASK, *ARMS)) < SHOWN:
         return {"real-horizons": ""}
     picture = "![Held-out success of each horizon over steps, sampled tokens and seconds](../images/paper-{}.png)"

@@ -14,7 +14,7 @@ import after_rl
 from behaviour import Row, read_rows
 from figures import draw_legend, draw_turns, label_y_in_percent, new_figure, set_title, share_y_limits
 from jobs import RANDOM
-from qwen_page import listed, number_word, wrapped
+from qwen_page import listed, number_word, seeds_text, wrapped
 from records import Record, evaluations_of, item_rates, read_records, runs_of, turns_of
 from tables import holm
 from turn_limits import (
@@ -167,9 +167,7 @@ def caption(model: RealSizes) -> str:
     families = f"{len(comparisons(model))} comparisons before RL"
     if trained:
         families += f" and, apart from them, over all {trained} after RL, chosen after the records were seen"
-    several = [
-        f"{agent}: {after_rl.seeds_text(records)}" for (_, agent), records in model.agents.items() if len(records) > 1
-    ]
+    several = [f"{agent}: {seeds_text(records)}" for (_, agent), records in model.agents.items() if len(records) > 1]
     seeds = f" ({listed(several)})" if several else ""
     return (
         f"*One evaluation each{seeds}: {items[0]} items of BabyAI, {items[1]} of TextCraft, "
